@@ -172,8 +172,8 @@ def _toml(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found, line = _reason(str(error), text)
-        raise StudyError(f"{path}, line {line}: found {found}, expected TOML", advice="mend this line") from None
+        found, place = _reason(str(error), text)
+        raise StudyError(f"{path}, line {place}: found {found}, expected TOML", advice="mend this line") from None
     except RecursionError:
         raise StudyError(f"{path}: found nesting beyond the parser's limit, expected a study") from None
 
