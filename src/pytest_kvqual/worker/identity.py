@@ -156,7 +156,8 @@ def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, obje
         if name.partition(".")[0] not in prefixes:
             continue
         path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or path.startswith("<"):
+        # Modules without a spec are namespaces that the engine builds in memory (torch.ops); no file stands behind them.
+        if not isinstance(path, str) or getattr(module, "__spec__", None) is None:
             continue
         if str(Path(path).resolve()) in recorded:
             traced += 1

@@ -19,6 +19,7 @@ from pytest_kvqual.worker.taps import OracleWindow, TappedLayer, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
 _DISTRIBUTIONS = ("torch", "transformers")
+_PARTS = frozenset({"layers", "parameters", "scales", "distributions"})
 
 
 def _base_worker() -> type:
@@ -180,15 +181,49 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
 
     # -- RPC ------------------------------------------------------------------------------------------------------
 
-    def kvqual_identity(self) -> dict[str, object]:
-        """What this rank runs, observed now: layers and caches, weights, scales, distributions, loaded modules."""
+    def kvqual_identity(self, options: dict[str, object] | None = None) -> dict[str, object]:
+        """What this rank runs, observed now.
+
+        ``options["parts"]`` limits the answer to some of ``layers``, ``parameters``, ``scales`` and ``distributions``;
+        without it all are read.
+        """
+        parts = set((options or {}).get("parts") or _PARTS)  # type: ignore[call-overload]  # checked on the next line
+        if not parts <= _PARTS:
+            raise WorkerError(f"identity parts {sorted(parts - _PARTS)} are unknown, expected some of {sorted(_PARTS)}")
         layers = self.kvqual_layers()
-        dtype = self.model_config.dtype
+        record: dict[str, object] = {
+            "rank": int(self.rank),
+            "arm": self.kvqual_config.arm,
+            "kv_format": self.kvqual_config.kv_format,
+            "block_size": self.kvqual_block_size(),
+        }
+        if "layers" in parts:
+            record |= self._identity_layers(layers)
+        if "parameters" in parts:
+            model = self.model_runner.get_model()
+            record["parameters"] = {
+                "loaded": self._kvqual_loaded,
+                "now": identity.served_digests(model, self._kvqual_shapes),
+                "expected": identity.expected_digests(model, self.kvqual_config.model_dir, self.model_config.dtype),
+            }
+        if "scales" in parts:
+            record["scales"] = {**self._kvqual_scales, "now": scales.snapshot(layers)}
+        if "distributions" in parts:
+            records, recorded = [], set()
+            for name in (self.kvqual_config.distribution, *_DISTRIBUTIONS):
+                distribution, modules = identity.distribution_record(name)
+                records.append(distribution)
+                recorded |= modules
+            record["distributions"] = records
+            record["modules"] = identity.trace_modules(("vllm", "torch", "transformers"), recorded)
+        return record
+
+    def _identity_layers(self, layers: dict[str, Any]) -> dict[str, object]:
         described = []
         for name, layer in layers.items():
             cache = self._kvqual_caches[name]
             k_bytes, v_bytes = formats.observe_bytes(
-                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=dtype
+                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=self.model_config.dtype
             )
             described.append(
                 {
@@ -198,29 +233,11 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
                     "v_bytes_per_element": v_bytes,
                 }
             )
-        model = self.model_runner.get_model()
-        records, recorded = [], set()
-        for name in (self.kvqual_config.distribution, *_DISTRIBUTIONS):
-            record, modules = identity.distribution_record(name)
-            records.append(record)
-            recorded |= modules
         return {
-            "rank": int(self.rank),
-            "arm": self.kvqual_config.arm,
-            "kv_format": self.kvqual_config.kv_format,
             "attention_backend": {name: backend_name(layer) for name, layer in layers.items()},
             "attention_impl": {name: _qualified(type(layer.impl)) for name, layer in layers.items()},
             "layers": described,
-            "block_size": self.kvqual_block_size(),
             "pool_bytes": sum(cache.numel() * cache.element_size() for cache in self._kvqual_caches.values()),
-            "parameters": {
-                "loaded": self._kvqual_loaded,
-                "now": identity.served_digests(model, self._kvqual_shapes),
-                "expected": identity.expected_digests(model, self.kvqual_config.model_dir, dtype),
-            },
-            "scales": {**self._kvqual_scales, "now": scales.snapshot(layers)},
-            "distributions": records,
-            "modules": identity.trace_modules(("vllm", "torch", "transformers"), recorded),
         }
 
     def kvqual_oracle_start(self, options: dict[str, object] | None = None) -> dict[str, object]:
