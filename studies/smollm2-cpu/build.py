@@ -113,7 +113,9 @@ def read_topics() -> str:
 
 def read_bible(path: Path | None) -> str:
     """The King James text, one verse a line, without the verse numbers."""
-    data = path.read_bytes() if path else subprocess.run(["bible", "-f", "gen1:1-rev22:21"], check=True, stdout=-1).stdout
+    data = (
+        path.read_bytes() if path else subprocess.run(["bible", "-f", "gen1:1-rev22:21"], check=True, stdout=-1).stdout
+    )
     text = checked("kjv", data).decode("ascii")
     return "\n".join(re.sub(r"^\S+ ", "", line) for line in text.splitlines())
 
