@@ -113,7 +113,7 @@ class Table:
         return self.string(key, pattern=_SHA256.pattern, form="a SHA-256 of 64 lower-case hex digits")
 
     def boolean(self, key: str, default: bool | _Required = REQUIRED) -> bool:
-        """true or false."""
+        """A boolean."""
         if self._absent(key, default, "true or false"):
             return bool(default)
         value = self._values[key]

@@ -3,8 +3,8 @@
 Each attempt is a folder of its own, numbered from 1 without a gap, and holds:
 
     attempt.json     its scope and number, with a digest of itself
-    manifest.jsonl   one line for each sealed file: name, bytes, sha256, and ``previous``, the SHA-256 of the line before
-                     (of the first line: of attempt.json)
+    manifest.jsonl   one line for each sealed file: name, bytes, sha256, and ``previous``, the SHA-256 of the line
+                     before (of the first line: of attempt.json)
     outcome.json     how it ended, the SHA-256 of the manifest, and a digest of itself; absent while it runs, or when
                      the process that ran it was killed
 
