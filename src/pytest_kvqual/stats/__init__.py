@@ -1,1 +1,1 @@
-"""Statistics as pure functions: numbers in, a result record out. Nothing here reads a file, a clock or a random source."""
+"""Statistics as pure functions: numbers in, a result record out. Nothing here reads a file or a clock."""

@@ -41,7 +41,7 @@ def preservation_upper(lost: int, total: int, confidence: float) -> float:
     """
     level = 1 - _confidence(confidence)
     for name, count in (("lost", lost), ("total", total)):
-        if isinstance(count, bool) or not isinstance(count, int):
+        if type(count) is not int:
             raise ValueError(f"{name}: found {count!r}, expected an integer")
     if total < 1:
         raise ValueError(f"total: found {total}, expected at least 1")
@@ -72,12 +72,10 @@ def _tail_at_most(coefficients: list[int], total: int, numerator: int, level: Fr
         tail = tail * numerator + coefficient * power
         power *= complement
     tail *= complement ** (total - lost)
-    return tail * level.denominator <= level.numerator * denominator**total
+    return bool(tail * level.denominator <= level.numerator * denominator**total)
 
 
 def _confidence(confidence: float) -> Fraction:
-    if isinstance(confidence, bool) or not isinstance(confidence, int | float):
-        raise ValueError(f"confidence: found {confidence!r}, expected a number between 0 and 1")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: found {confidence!r}, expected a number between 0 and 1")
     return Fraction(repr(float(confidence)))

@@ -50,7 +50,7 @@ def paired_mean(differences: Sequence[float], *, confidence: float) -> PairedMea
         Student, "The probable error of a mean", Biometrika 6 (1908), pp. 1-25.
     """
     values = _finite(differences)
-    if isinstance(confidence, bool) or not isinstance(confidence, int | float) or not 0 < confidence < 1:
+    if not 0 < confidence < 1:
         raise ValueError(f"confidence: found {confidence!r}, expected a number between 0 and 1")
     if len(values) < 2:
         raise ValueError(f"differences: found {len(values)}, expected at least 2")
@@ -81,6 +81,6 @@ def student_quantile(probability: float, degrees: int) -> float:
 
 def _finite(values: Sequence[float]) -> tuple[float, ...]:
     for index, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not math.isfinite(value):
             raise ValueError(f"differences[{index}]: found {value!r}, expected a finite number")
     return tuple(float(value) for value in values)

@@ -50,8 +50,8 @@ def reference_output(record: object, *, origin: str, prompt: Sequence[int], max_
     """The output in one record of the in-process reference ``{"order", "index", "id", "token_ids", "finish_reason"}``.
 
     Raises:
-        EvidenceError: A key is missing, unknown or mistyped; the prompt, where it is kept, differs; or the tokens do not
-            fit the finish reason.
+        EvidenceError: A key is missing, unknown or mistyped; the prompt, where it is kept, differs; or the tokens do
+            not fit the finish reason.
     """
     table = Table(record, origin=origin, error=EvidenceError, known=_REFERENCE)
     output = Output(
@@ -74,6 +74,6 @@ def _checked(output: Output, origin: str, max_tokens: int) -> Output:
     if output.finish_reason == "stop" and 1 <= count <= max_tokens:
         return output
     raise EvidenceError(
-        f"{where}: found {count} tokens and finish_reason '{output.finish_reason}', expected {max_tokens} with 'length' "
-        f"or 1 to {max_tokens} with 'stop'"
+        f"{where}: found {count} tokens and finish_reason '{output.finish_reason}', expected {max_tokens} with "
+        f"'length' or 1 to {max_tokens} with 'stop'"
     )
