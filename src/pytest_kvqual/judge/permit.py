@@ -37,6 +37,10 @@ class TimingPermit(metaclass=_NoPublicConstructor):
     """
 
     __slots__ = ("_gate", "_judgment", "_receipts", "_scope")
+    _gate: str
+    _scope: Scope
+    _receipts: Mapping[str, str]
+    _judgment: str
 
     def __init__(self, *, gate: str, scope: Scope, receipts: Mapping[str, str], judgment: str) -> None:
         for name, value in (
@@ -47,12 +51,25 @@ class TimingPermit(metaclass=_NoPublicConstructor):
         ):
             object.__setattr__(self, name, value)
 
-    gate = property(lambda self: self._gate, doc="The timing gate that may be entered.")
-    scope = property(lambda self: self._scope, doc="The scope that was judged.")
-    receipts = property(
-        lambda self: self._receipts, doc="The SHA-256 of each receipt that the permit rests on, by gate."
-    )
-    judgment = property(lambda self: self._judgment, doc="The SHA-256 of the judgment; goes into each timing record.")
+    @property
+    def gate(self) -> str:
+        """The timing gate that may be entered."""
+        return self._gate
+
+    @property
+    def scope(self) -> Scope:
+        """The scope that was judged."""
+        return self._scope
+
+    @property
+    def receipts(self) -> Mapping[str, str]:
+        """The SHA-256 of each receipt that the permit rests on, by gate."""
+        return self._receipts
+
+    @property
+    def judgment(self) -> str:
+        """The SHA-256 of the judgment; goes into each timing record."""
+        return self._judgment
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a permit cannot be changed: {name}")
@@ -88,8 +105,8 @@ def grant(
     """The permit for a timing gate, after judging the receipts anew (:func:`~pytest_kvqual.judge.sequence.standing`).
 
     Raises:
-        RefusedError: ``gate`` is unknown or no timing gate; or a receipt is missing, failed or stale: one line that names
-            each and why.
+        RefusedError: ``gate`` is unknown or no timing gate; or a receipt is missing, failed or stale: one line that
+            names each and why.
     """
     found = standing(study, gate, receipts, scope, implementation=implementation, digests=digests, damaged=damaged)
     plan = next(plan for plan in study.gates if plan.name == gate)

@@ -149,17 +149,18 @@ def encode(statement: Mapping[str, object], *, attempt: int) -> bytes:
     predicate = statement.get("predicate")
     if not isinstance(predicate, Mapping):
         raise ReceiptError("found a statement without a predicate, expected one from receipt.statement.build")
-    numbered = {**statement, "predicate": {**predicate, "attempt": attempt}}
-    return pretty_bytes({**numbered, "predicate": {**numbered["predicate"], "content": digest(numbered)}})
+    numbered = {**predicate, "attempt": attempt}
+    content = digest({**statement, "predicate": numbered})
+    return pretty_bytes({**statement, "predicate": {**numbered, "content": content}})
 
 
 def parse(data: bytes, *, name: str = "receipt") -> Receipt:
     """The receipt in ``data``.
 
     Raises:
-        ReceiptError: The bytes are not those that were written (the digest of the content, or the form, differs), or are
-            no JSON; a key is missing, unknown or mistyped; the type or predicate type is another; parts contradict each
-            other. The message names the place, after ``name``.
+        ReceiptError: The bytes are not those that were written (the digest of the content, or the form, differs), or
+            are no JSON; a key is missing, unknown or mistyped; the type or predicate type is another; parts contradict
+            each other. The message names the place, after ``name``.
     """
     document = parse_json(data, origin=name, error=ReceiptError)
     outer = Table(document, origin=name, error=ReceiptError, known=_STATEMENT)
