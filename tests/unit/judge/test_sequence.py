@@ -153,9 +153,7 @@ def test_a_failure_of_another_scope_does_not_count(make: Any) -> None:
 def test_a_receipt_that_was_taken_away_is_noticed(make: Any) -> None:
     """A gap in the numbers refuses: an earlier pass must not come back because a later failure was removed."""
     found = settle(make, [replace(chain()[0], attempt=2), *chain()[1:]])
-    assert found.refusals[0].line() == (
-        "identity: damaged: receipt number 1 is gone, expected numbers without a gap"
-    )
+    assert found.refusals[0].line() == ("identity: damaged: receipt number 1 is gone, expected numbers without a gap")
 
 
 def test_two_receipts_of_one_number_are_refused(make: Any) -> None:
@@ -167,9 +165,7 @@ def test_two_receipts_of_one_number_are_refused(make: Any) -> None:
 def test_a_damaged_latest_receipt_is_named(make: Any) -> None:
     """A changed byte in the deciding receipt refuses, with the file and what was found."""
     found = settle(make, chain(), damaged=[Damaged(gate="identity", attempt=2)])
-    assert found.refusals[0].line() == (
-        "identity: damaged: receipts/x/bad.json: found content of sha256 1, expected 2"
-    )
+    assert found.refusals[0].line() == ("identity: damaged: receipts/x/bad.json: found content of sha256 1, expected 2")
     assert settle(make, chain()[1:], damaged=[Damaged(gate="identity", attempt=1)]).refusals[0].kind == "damaged"
 
 
@@ -224,14 +220,16 @@ def test_a_gate_decided_again_makes_those_below_it_stale(make: Any) -> None:
     again = replace(chain()[0], attempt=2, sha256="d" * 64)
     found = settle(make, [*chain(), again])
     assert [refusal.line() for refusal in found.refusals] == [
-        "routing: stale: receipts/x/routing-1.json rests on the receipt "
-        f"{'a' * 64} of 'identity', expected {'d' * 64}, the one that stands"
+        (
+            "routing: stale: receipts/x/routing-1.json rests on the receipt "
+            f"{'a' * 64} of 'identity', expected {'d' * 64}, the one that stands"
+        )
     ]
 
 
 def test_own_receipt(make: Any) -> None:
     """A gate's own receipt stands by the same rules as those above it."""
-    options = {"implementation": IMPLEMENTATION, "digests": EVIDENCE.get}
+    options: dict[str, Any] = {"implementation": IMPLEMENTATION, "digests": EVIDENCE.get}
     found = own(make.study(), "parity", chain(), SCOPE, **options)
     assert found == chain()[2]
     assert isinstance(own(make.study(), "parity", chain()[:2], SCOPE, **options), Refusal)

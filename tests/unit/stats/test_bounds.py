@@ -46,7 +46,7 @@ def test_large_counts() -> None:
 
 @pytest.mark.parametrize(("total", "confidence"), [(5, 0.95), (12, 0.9), (30, 0.95)])
 def test_coverage_is_at_least_the_confidence(total: int, confidence: float) -> None:
-    """Enumerated exactly over the outcomes: for each true loss probability of a grid the bound covers it often enough."""
+    """Enumerated exactly over the outcomes, the bound covers each true loss probability of a grid often enough."""
     bounds = [Fraction(preservation_upper(lost, total, confidence)) for lost in range(total + 1)]
     level = Fraction(repr(confidence))
     # The probabilities just below each bound are where coverage is lowest.
@@ -77,5 +77,5 @@ def test_coverage_is_at_least_the_confidence(total: int, confidence: float) -> N
 )
 def test_invalid_counts_are_refused(lost: int, total: int, confidence: float) -> None:
     """Counts out of range or of another type, and a confidence outside (0, 1), raise with what was found."""
-    with pytest.raises(ValueError, match="found .*, expected"):
+    with pytest.raises(ValueError, match=r"found .*, expected"):
         preservation_upper(lost, total, confidence)

@@ -49,7 +49,7 @@ def test_no_variance_has_its_mean_for_a_bound(value: float) -> None:
 @pytest.mark.parametrize("values", [[], [0.1], [0.1, math.nan], [math.inf, 0.1], [0.1, -math.inf]])
 def test_invalid_differences_are_refused(values: list[float]) -> None:
     """Fewer than two differences, NaN and infinities raise with what was found."""
-    with pytest.raises(ValueError, match="found .*, expected"):
+    with pytest.raises(ValueError, match=r"found .*, expected"):
         paired_mean(values, confidence=0.95)
 
 

@@ -180,7 +180,14 @@ def _outputs(
 def _live(panel: Panel, fault: str, records: Sequence[Record], reference: Mapping[str, Output]) -> Poison:
     """Rule 6: a capture that cannot be read shows nothing; one that can must differ somewhere."""
     scratch = Objections()
-    entries = by_item(scratch, 6, panel, records, origin=f"poison '{fault}'", only=len(records) if isinstance(records, list | tuple) else 1)
+    entries = by_item(
+        scratch,
+        6,
+        panel,
+        records,
+        origin=f"poison '{fault}'",
+        only=len(records) if isinstance(records, list | tuple) else 1,
+    )
     differing, line = 0, ""
     for item, record, where in entries:
         with scratch.reading(6):
