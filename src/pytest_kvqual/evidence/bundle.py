@@ -25,8 +25,8 @@ from pytest_kvqual.evidence.records import DAMAGED, Scope, with_digest
 __all__ = ["Bundle", "RecordWriter"]
 
 _ADVICE: Final = {
-    errno.ENOSPC: "free space on its file system, or give another --run-dir; the attempt is kept, a run begins the next",
-    errno.EDQUOT: "free space within the quota, or give another --run-dir; the attempt is kept, a run begins the next",
+    errno.ENOSPC: "free space on its file system or give another --run-dir; the attempt is kept, a run begins the next",
+    errno.EDQUOT: "free space within the quota or give another --run-dir; the attempt is kept, a run begins the next",
     errno.EACCES: "give a --run-dir that you may write to",
     errno.EPERM: "give a --run-dir that you may write to",
     errno.EROFS: "give a --run-dir on a file system that is not read-only",
@@ -233,6 +233,8 @@ class Bundle:
     def _seal(self, name: str, *, expected: str | None) -> str:
         path = self._path / name
         with self._lock:
+            # A stream may have been open when the attempt was closed.
+            self._refuse_closed(name)
             if name in self._digests:
                 raise EvidenceError(f"cannot seal {path}: it is sealed already", advice="give each file its own name")
             found, size = _hash_regular(path)
@@ -347,14 +349,16 @@ def _hash_regular(path: Path) -> tuple[str, int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise EvidenceError(f"cannot seal {path}: {error.strerror}", advice="its writer left no such file") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise EvidenceError(f"cannot seal {path}: found no regular file")
-        with _writing(path):
-            os.fsync(descriptor)
         state = hashlib.sha256()
         size = 0
-        while chunk := file.read(1 << 20):
-            state.update(chunk)
-            size += len(chunk)
+        with _writing(path):
+            os.fsync(descriptor)
+            while chunk := os.read(descriptor, 1 << 20):
+                state.update(chunk)
+                size += len(chunk)
+    finally:
+        os.close(descriptor)
     return state.hexdigest(), size
