@@ -1,6 +1,6 @@
 """Writes the golden receipts: ``python tests/golden/make_receipts.py``.
 
-Their bytes are the wire format that others sign and audit. A change here is a change of the predicate: raise its version.
+Their bytes are the wire format that others sign and audit. A change here is one of the predicate: raise its version.
 """
 
 from __future__ import annotations
