@@ -113,7 +113,7 @@ class Table:
         return self.string(key, pattern=_SHA256.pattern, form="a SHA-256 of 64 lower-case hex digits")
 
     def boolean(self, key: str, default: bool | _Required = REQUIRED) -> bool:
-        """true or false."""
+        """A boolean."""
         if self._absent(key, default, "true or false"):
             return bool(default)
         value = self._values[key]
@@ -253,7 +253,7 @@ class Table:
         raise self._error(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}")
 
 
-def parse_json(data: bytes, *, origin: str, error: type[KvqualError]) -> object:
+def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: str = "") -> object:
     """The value of one JSON document.
 
     Raises:
@@ -261,12 +261,12 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError]) -> object:
     """
 
     def refuse_constant(name: str) -> NoReturn:
-        raise error(f"{origin}: found {name}, expected a finite number")
+        raise error(f"{origin}: found {name}, expected a finite number", advice=advice)
 
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise error(f"{origin}: found {text}, expected a number that float64 can hold")
+            raise error(f"{origin}: found {text}, expected a number that float64 can hold", advice=advice)
         return value
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -274,21 +274,23 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError]) -> object:
         if len(values) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(f"{origin}: found the key '{twice}' twice, expected it once")
+            raise error(f"{origin}: found the key '{twice}' twice, expected it once", advice=advice)
         return values
 
     try:
         text = data.decode("utf-8")
         value: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite)
     except UnicodeDecodeError as found:
-        raise error(f"{origin}: found the byte 0x{data[found.start]:02x} at {found.start}, expected UTF-8") from None
+        reason, where = f"the byte 0x{data[found.start]:02x}", f" at byte {found.start}"
     except json.JSONDecodeError as found:
-        raise error(f"{origin}, line {found.lineno}, column {found.colno}: expected JSON, found {found.msg}") from None
+        reason, where = f"'{found.msg}'", f", line {found.lineno}, column {found.colno}"
     except RecursionError:
-        raise error(f"{origin}: found nesting beyond the parser's limit, expected a record") from None
+        reason, where = "nesting beyond the parser's limit", ""
     except ValueError as found:
-        raise error(f"{origin}: expected JSON, found {found}") from None
-    return value
+        reason, where = f"'{found}'", ""
+    else:
+        return value
+    raise error(f"{origin}{where}: found {reason}, expected JSON in UTF-8", advice=advice)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -100,7 +100,7 @@ def find_study(name_or_path: str) -> Path:
         looked = f"{named} or {path.absolute()}" if bare else str(path.absolute())
         advice = nearest(name_or_path, _names()) if bare else ""
         raise StudyError(f"found no study '{name_or_path}', expected {looked}", advice=advice or _names_advice())
-    return path.absolute()
+    return Path(os.path.normpath(path.absolute()))
 
 
 def load_study(name_or_path: str) -> Study:
@@ -133,14 +133,14 @@ def select(study: Study, *, arm: str, length: int, cache_bytes: int | None) -> S
             f"found no arm '{arm}' in study {study.name}, expected one of {', '.join(study.arms)}",
             advice=nearest(arm, study.arms) or f"choose one, or declare [arms.{arm}] in {study.directory / STUDY_FILE}",
         )
-    if isinstance(length, bool) or length not in study.lengths:
+    if type(length) is not int or length not in study.lengths:
         raise StudyError(
             f"found no length {length} in study {study.name}, expected one of {', '.join(map(str, study.lengths))}",
             advice=f"choose one, or declare [lengths.{length}] with panels of its own",
         )
     declared = study.lengths[length]
     size = declared.cache_bytes if cache_bytes is None else cache_bytes
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if type(size) is not int or size < 1:
         raise StudyError(
             f"found {size!r} cache bytes, expected a positive number of bytes",
             advice=f"study {study.name} declares {declared.cache_bytes} at length {length}",
