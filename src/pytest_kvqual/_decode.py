@@ -79,7 +79,7 @@ class Table:
     def fail(self, key: str, found: str, expected: str, *, advice: str = "") -> NoReturn:
         """Refuse the value under ``key`` (or, with an empty key, this table) in the words of every other error here."""
         place = self.where(key) if key else self._path
-        raise self._error(f"{_place(self._origin, place)}: found {found}, expected {expected}", advice=advice)
+        raise self._error(one_line(f"{_place(self._origin, place)}: found {found}, expected {expected}"), advice=advice)
 
     def string(self, key: str, default: str | _Required = REQUIRED, *, pattern: str = "", form: str = "") -> str:
         """A non-empty string; with ``pattern`` (a full match), one of that ``form``."""
@@ -212,8 +212,8 @@ class Table:
             if key not in known:
                 place = _place(self._origin, self._path)
                 raise self._error(
-                    f"{place}: found the unknown key '{key}', expected only {', '.join(known)}",
-                    advice=f"{nearest(key, known)}" or "remove it",
+                    one_line(f"{place}: found the unknown key '{key}', expected only {', '.join(known)}"),
+                    advice=nearest(key, known) or "remove it",
                 )
 
     def _absent(self, key: str, default: object, expected: str) -> bool:
@@ -221,7 +221,7 @@ class Table:
             return False
         if isinstance(default, _Required):
             raise self._error(
-                f"{_place(self._origin, self._path)}: found no key '{key}', expected {expected}",
+                one_line(f"{_place(self._origin, self._path)}: found no key '{key}', expected {expected}"),
                 advice=f"add '{self.where(key)}'",
             )
         return True
@@ -250,7 +250,7 @@ class Table:
         return value
 
     def _refuse(self, place: str, value: object, expected: str) -> NoReturn:
-        raise self._error(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}")
+        raise self._error(one_line(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}"))
 
 
 def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: str = "") -> object:
@@ -274,7 +274,7 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
         if len(values) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(f"{origin}: found the key '{twice}' twice, expected it once", advice=advice)
+            raise error(one_line(f"{origin}: found the key '{twice}' twice, expected it once"), advice=advice)
         return values
 
     try:
@@ -291,6 +291,13 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
     else:
         return value
     raise error(f"{origin}{where}: found {reason}, expected JSON in UTF-8", advice=advice)
+
+
+def one_line(text: str) -> str:
+    """``text`` with each character that would end a line or spoil a terminal written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

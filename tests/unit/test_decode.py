@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -120,6 +121,22 @@ def test_json_beyond_the_strict_form_is_refused(data: bytes, words: str) -> None
         parse_json(data, origin="FILE", error=EvidenceError)
     assert words in str(caught.value)
     assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\u2028b", "\x1b[31m", "\ud800"])
+def test_a_key_with_a_line_end_in_it_stays_one_printable_line(key: str) -> None:
+    """What a file brings into a message cannot break its line, colour a terminal or fail to be printed."""
+    twice = json.dumps(key)
+    reads: list[Callable[[], object]] = [
+        lambda: _table({key: 1}, "known"),
+        lambda: _table({key: {}}).string(key),
+        lambda: _table({"x": key}).choice("x", ("y",)),
+        lambda: parse_json(f"{{{twice}: 1, {twice}: 1}}".encode(), origin="FILE", error=StudyError),
+    ]
+    for read in reads:
+        with pytest.raises(StudyError) as caught:
+            read()
+        assert caught.value.line().isprintable()
 
 
 def test_helpers_for_messages() -> None:
