@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from pytest_kvqual.errors import KvqualError
-
-T = TypeVar("T")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN = 60
@@ -325,17 +323,6 @@ def describe(value: object) -> str:
         return f"{kind} of {len(value)}" if value else f"{kind} that is empty"
     shown = json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else str(value)
     return f"{shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'} ({kind})"
-
-
-def once(items: Iterable[T], key: Callable[[T], str]) -> str | None:
-    """The first key that comes twice, or None."""
-    seen: set[str] = set()
-    for item in items:
-        name = key(item)
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def _place(origin: str, path: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_kvqual._decode import Table, describe, nearest, once, parse_json
+from pytest_kvqual._decode import Table, describe, nearest, parse_json
 from pytest_kvqual.errors import EvidenceError, StudyError
 
 
@@ -140,10 +140,8 @@ def test_a_key_with_a_line_end_in_it_stays_one_printable_line(key: str) -> None:
 
 
 def test_helpers_for_messages() -> None:
-    """A long value is cut, a near name is found, a repeated one is named."""
+    """A long value is cut, and a near name is found."""
     assert describe("x" * 100) == '"' + "x" * 56 + "... (a string)"
     assert describe({}) == "a table that is empty"
     assert nearest("candidat", ("native", "candidate")) == "did you mean 'candidate'?"
     assert nearest("zzz", ("native",)) == ""
-    assert once(["a", "b", "a"], str) == "a"
-    assert once(["a", "b"], str) is None
