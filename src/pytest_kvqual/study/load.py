@@ -225,7 +225,7 @@ def _study(top: Table, directory: Path) -> Study:
             else "rotation-diagnostic"
         ),
         gates=gates,
-        oracle=_oracle(top.table("oracle", known=("minimum_cells", "minimum_rows", "ambiguous_rows"))),
+        oracle=_oracle(top.table("oracle", known=("minimum_cells", "minimum_rows", "ambiguous_rows", "poison_prompt_tokens"))),
         parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
         nll=nll,
     )
@@ -418,6 +418,7 @@ def _oracle(table: Table) -> OracleRules:
         minimum_cells=table.integer("minimum_cells", minimum=1),
         minimum_rows=table.integer("minimum_rows", minimum=1),
         ambiguous_rows=table.number("ambiguous_rows", minimum=0.0, maximum=1.0),
+        poison_prompt_tokens=table.integer("poison_prompt_tokens", minimum=1),
     )
 
 
