@@ -270,7 +270,10 @@ def test_a_failing_reference_says_why(selection: Selection, model: Path, parity:
 
 def test_an_engine_that_cannot_start_says_why(selection: Selection, model: Path, tmp_path: Path) -> None:
     """The first exception of the engine's process is in the error, and no process is left."""
-    with pytest.raises(ServerError, match=r"ended with exit status 1 while starting.*KV cache"):
+    with pytest.raises(
+        ServerError,
+        match=r"ended with exit status 1 while starting.*ValueError: No available memory for the cache blocks",
+    ):
         boot(replace(selection, cache_bytes=4096), model, tmp_path / "log")
 
 

@@ -38,6 +38,8 @@ _TAIL_LINES = 6
 _TAIL_CHARACTERS = 1200
 # What the interpreter or vLLM's logger prints for an exception: "… ERROR 01-31 … [core.py:1] ValueError: text".
 _EXCEPTION = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Interrupt)): \S")
+# What nanobind prints when an interpreter ends, whatever the reason: up to forty lines after the one that counts.
+_NOISE = re.compile(r"- leaked |- \.\.\. skipped |nanobind: |See https://nanobind")
 _BOOTSTRAP = (
     "import sys; sys.path.insert(0, sys.argv[1]); from pytest_kvqual.server.supervisor import main; sys.exit(main())"
 )
@@ -452,7 +454,7 @@ def tail(log: Path, *, start: int = 0) -> str:
             text = file.read().decode(errors="replace")
     except OSError as error:
         return f"(unreadable: {error})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not _NOISE.match(line)]
     if not lines:
         return "(nothing)"
     last = lines[-_TAIL_LINES:]

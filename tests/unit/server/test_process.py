@@ -336,6 +336,8 @@ def test_the_tail_is_one_bounded_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join("x" * 5000 for _ in range(20)))
     assert len(tail(log)) < 1300
+    log.write_text("ValueError: it\nnanobind: leaked 4 types!\n - leaked type x\n - ... skipped remainder\n")
+    assert tail(log) == "ValueError: it"
     log.write_text("")
     assert tail(log) == "(nothing)"
     assert "unreadable" in tail(tmp_path / "none")
