@@ -1,0 +1,13 @@
+"""Gate 12, trial: asked for with -m 'cpu and timing'."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.cpu, pytest.mark.gpu, pytest.mark.timing]
+
+
+@pytest.mark.gate("trial")
+def test_trial(gate):
+    """Timing is refused unless every gate above it has a standing PASS receipt."""
+    gate.decide()
