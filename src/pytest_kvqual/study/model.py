@@ -161,3 +161,17 @@ class Study:
         """
         names = [plan.name for plan in self.gates]
         return tuple(names[: names.index(gate)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """One arm of one study at one length: what a run is about.
+
+    ``arm`` is the arm under qualification, whatever its role. ``length.cache_bytes`` equals ``cache_bytes``, the KV
+    pool's size in bytes that was asked for.
+    """
+
+    study: Study
+    arm: Arm
+    length: Length
+    cache_bytes: int

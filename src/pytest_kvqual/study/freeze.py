@@ -1,0 +1,271 @@
+"""Freeze a study: write, and later verify, the digests of everything that a verdict may depend on.
+
+The lock names files relative to what holds them (the study's folder, the package, ``qualification``), so that it is
+the same wherever they are installed. Two freezes of the same files give the same bytes.
+
+History of ``lock.json``:
+    1: study files, weights, implementation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
+from pytest_kvqual._decode import Table, parse_json
+from pytest_kvqual.errors import LockError
+from pytest_kvqual.study.load import STUDY_FILE, load_study, studies_folder
+from pytest_kvqual.study.model import Study
+from pytest_kvqual.study.panels import check_files
+
+__all__ = ["LOCK_FILE", "Lock", "freeze", "freeze_command", "lock_path", "verify_lock"]
+
+SCHEMA: Final = 1
+LOCK_FILE: Final = "lock.json"
+
+#: What Python can import from an arm's ``pythonpath``.
+_CODE: Final = (".py", ".so")
+_PACKAGE: Final = "pytest_kvqual"
+_QUALIFICATION: Final = "qualification"
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lock:
+    """A lock that matches.
+
+    ``sha256`` is that of the lock file's bytes. ``files`` (study.toml and what it points to, relative to the study's
+    folder), ``weights`` (the model's folder) and ``implementation`` map names to SHA-256.
+    """
+
+    path: Path
+    sha256: str
+    files: Mapping[str, str]
+    weights: Mapping[str, str]
+    implementation: Mapping[str, str]
+
+
+def lock_path(study: Study) -> Path:
+    """Where the study's lock is, or will be."""
+    return study.directory / LOCK_FILE
+
+
+def freeze(study: Study) -> Path:
+    """Write the study's lock over any earlier one, whole or not at all, and return its path.
+
+    Raises:
+        StudyError: A panel or scales file does not fit the study.
+        LockError: A file cannot be read, or the lock cannot be written.
+    """
+    check_files(study)
+    path = lock_path(study)
+    data = pretty_bytes(_content(study))
+    # The process id keeps two freezes of one study from writing into each other's file.
+    scratch = path.with_name(f".{LOCK_FILE}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        raise LockError(
+            f"cannot write {path}: {error.strerror or error}", advice="freeze a study in a folder that you may write to"
+        ) from error
+    return path
+
+
+def verify_lock(study: Study) -> Lock:
+    """The study's lock, if every file that it names is still as it was frozen, and no other has joined them.
+
+    Raises:
+        LockError: There is no lock, it is damaged, or it no longer matches: names each file that changed, was added or
+            was removed, the first with both digests.
+    """
+    path = lock_path(study)
+    again = f"`kvqual freeze {_argument(study)}`"
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise LockError(
+            f"found no lock {path}, expected the frozen study {study.name}", advice=f"run {again}"
+        ) from None
+    except OSError as error:
+        raise LockError(f"cannot read {path}: {error.strerror}", advice="check its permissions") from None
+    locked = _decode(path, data, again)
+    if locked["study"] != study.name:
+        raise LockError(
+            f"{path}: found the lock of study {locked['study']}, expected that of {study.name}", advice=f"run {again}"
+        )
+    current = _content(study)
+    changes = [
+        *_changes(locked["files"], current["files"]),
+        *_changes(locked["weights"], current["weights"], what="weights "),
+        *_changes(locked["implementation"], current["implementation"]),
+    ]
+    if changes:
+        raise LockError(
+            f"{path} no longer matches: {_list(changes)}",
+            advice=f"undo the change, or run {again}: evidence and receipts of the old lock count no more",
+        )
+    return Lock(
+        path=path,
+        sha256=sha256_bytes(data),
+        files=_frozen(locked["files"]),
+        weights=_frozen(locked["weights"]),
+        implementation=_frozen(locked["implementation"]),
+    )
+
+
+def freeze_command(name_or_path: str, *, check: bool) -> str:
+    """What ``kvqual freeze NAME`` does, or with ``check`` what ``kvqual freeze --check NAME`` does; returns its line.
+
+    Args:
+        name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
+        check: Write nothing; verify the lock that is there.
+
+    Raises:
+        StudyError: The study, a panel or a scales file is malformed.
+        LockError: As :func:`freeze` and :func:`verify_lock`.
+    """
+    study = load_study(name_or_path)
+    path = lock_path(study)
+    if check:
+        check_files(study)
+        said = "matches"
+    else:
+        before = path.read_bytes() if path.is_file() else None
+        freeze(study)
+        said = "frozen" if before is None else "unchanged" if path.read_bytes() == before else "frozen anew"
+    lock = verify_lock(study)
+    return (
+        f"{study.name}: {said}: {path} (sha256 {lock.sha256}; {len(lock.files)} study files, {len(lock.weights)} model "
+        f"files, {len(lock.implementation)} implementation files)"
+    )
+
+
+def _content(study: Study) -> dict[str, object]:
+    return {
+        "schema": SCHEMA,
+        "study": study.name,
+        "files": _digests(_study_files(study)),
+        "weights": dict(study.model.files),
+        "implementation": _digests(_implementation_files(study)),
+    }
+
+
+def _study_files(study: Study) -> dict[str, Path]:
+    named = [study.directory / STUDY_FILE, study.parity.panel]
+    named += [path for length in study.lengths.values() for path in length.panels.values()]
+    named += [arm.scales for arm in study.arms.values() if arm.scales is not None]
+    files = {path.relative_to(study.directory).as_posix(): path for path in named}
+    for arm in study.arms.values():
+        for index, folder in enumerate(arm.pythonpath):
+            inside = folder.is_relative_to(study.directory)
+            base = study.directory if inside else folder
+            label = "" if inside else f"arms/{arm.name}/pythonpath[{index}]/"
+            for path in _code(folder, _CODE):
+                files[label + path.relative_to(base).as_posix()] = path
+    return files
+
+
+def _implementation_files(study: Study) -> dict[str, Path]:
+    package = Path(__file__).resolve().parents[1]
+    files = {f"{_PACKAGE}/{path.relative_to(package).as_posix()}": path for path in _code(package, (".py",))}
+    # The gates stand next to the studies; a study elsewhere is run by the gates of this package's own checkout.
+    places = (study.directory.parent.parent / _QUALIFICATION, package.parent.parent / _QUALIFICATION)
+    gates = next((place for place in places if place.is_dir()), None)
+    if gates is not None:
+        files |= {f"{_QUALIFICATION}/{path.relative_to(gates).as_posix()}": path for path in _code(gates, (".py",))}
+    return files
+
+
+def _code(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    """The code below a folder. Byte code and hidden files (an editor's, a repository's) are none."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        for name in sorted(names):
+            if name.endswith(suffixes) and not name.startswith("."):
+                yield Path(place) / name
+
+
+def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+    found = {}
+    for name, path in files.items():
+        try:
+            found[name] = sha256_file(path)
+        except OSError as error:
+            raise LockError(f"cannot read {path}: {error.strerror}", advice="restore it or its permissions") from None
+    return found
+
+
+def _decode(path: Path, data: bytes, again: str) -> dict[str, object]:
+    advice = f"restore it, or run {again}"
+    value = parse_json(data, origin=str(path), error=LockError, advice=advice)
+    table = Table(
+        value, origin=str(path), error=LockError, known=("schema", "study", "files", "weights", "implementation")
+    )
+    schema = table.integer("schema")
+    if schema != SCHEMA:
+        table.fail("schema", str(schema), str(SCHEMA), advice=f"run {again}")
+    content: dict[str, object] = {
+        "schema": schema,
+        "study": table.string("study"),
+        "files": table.sha256_map("files"),
+        "weights": table.sha256_map("weights"),
+        "implementation": table.sha256_map("implementation"),
+    }
+    expected = pretty_bytes(content)
+    if data != expected:
+        raise LockError(
+            f"{path}: found bytes of sha256 {sha256_bytes(data)}, expected {sha256_bytes(expected)} as freeze writes "
+            "this content",
+            advice=advice,
+        )
+    return content
+
+
+def _map(value: object) -> dict[str, str]:
+    return {str(name): str(digest) for name, digest in value.items()} if isinstance(value, dict) else {}
+
+
+def _frozen(value: object) -> Mapping[str, str]:
+    return MappingProxyType(_map(value))
+
+
+def _changes(locked_value: object, current_value: object, *, what: str = "") -> list[tuple[str, str]]:
+    """The name and the story of each difference, changed files first."""
+    locked, current = _map(locked_value), _map(current_value)
+    changed = [
+        (what + name, f"found sha256 {current[name]}, expected {locked[name]}")
+        for name in sorted(locked.keys() & current.keys())
+        if locked[name] != current[name]
+    ]
+    added = [
+        (what + name, f"found sha256 {current[name]}, expected no such file (added)")
+        for name in sorted(current.keys() - locked.keys())
+    ]
+    removed = [
+        (what + name, f"found no such file (removed), expected sha256 {locked[name]}")
+        for name in sorted(locked.keys() - current.keys())
+    ]
+    return changed + added + removed
+
+
+def _list(changes: list[tuple[str, str]]) -> str:
+    shown = [f"{name}: {story}" for name, story in changes[:_SHOWN]]
+    more = len(changes) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _argument(study: Study) -> str:
+    """What to type for this study: its folder's name where that finds it, its path otherwise."""
+    return study.directory.name if study.directory.parent == studies_folder() else str(study.directory)

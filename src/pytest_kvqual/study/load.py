@@ -1,0 +1,442 @@
+"""Read a study's declaration: TOML in, frozen records out. Nothing is filled in that a study must say itself.
+
+History of the format:
+    1: arms, lengths, panels, and the rules of identity, routing, placement, parity and nll.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, cast
+
+from pytest_kvqual._decode import Table, nearest
+from pytest_kvqual.errors import StudyError
+from pytest_kvqual.study.model import (
+    Arm,
+    Engine,
+    GatePlan,
+    GateState,
+    Length,
+    Model,
+    NllRules,
+    OracleRules,
+    ParityRules,
+    Role,
+    Schedule,
+    Selection,
+    Study,
+)
+
+__all__ = ["GATES", "TIMING_GATES", "Selection", "find_study", "load_study", "select", "studies_folder"]
+
+SCHEMA: Final = 1
+STUDY_FILE: Final = "study.toml"
+
+#: Every gate that a study may list, in the only order in which it may list them.
+GATES: Final = (
+    "identity", "dispatch", "routing", "placement", "replay", "determinism", "parity", "nll", "retrieval", "gsm8k",
+    "recall", "fidelity", "trial", "superiority",
+)  # fmt: skip
+#: The gates that time; each must say ``timing = true``.
+TIMING_GATES: Final = ("trial", "superiority")
+#: A study that times lists one of these, or both: one preservation task that its model can do.
+PRESERVATION_TASKS: Final = ("gsm8k", "recall")
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+_NAME_FORM = "a name of letters, digits, '_', '.' and '-' that begins with a letter or digit"
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+_FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_TOP = (
+    "schema", "name", "platform", "schedule", "determinism", "model", "engine", "arms", "lengths", "oracle", "parity",
+    "nll", "gates",
+)  # fmt: skip
+_MODEL = ("name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files")
+_ENGINE = (
+    "distribution", "version", "block_size", "max_num_seqs", "max_num_batched_tokens", "flags", "boot_timeout_s",
+    "request_timeout_s", "unset", "environment",
+)  # fmt: skip
+_ARM = (
+    "role", "attention_backend", "kv_format", "interpreter", "pythonpath", "flags", "environment", "before_load",
+    "after_init", "scales",
+)  # fmt: skip
+_LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels")
+_PANELS = ("nll", "oracle")
+_NEEDS_PANEL = {"routing": "oracle", "placement": "oracle", "nll": "nll"}
+
+
+def studies_folder() -> Path:
+    """The folder of the named studies: ``studies`` at the root of the checkout that this package runs from."""
+    return Path(__file__).resolve().parents[3] / "studies"
+
+
+def find_study(name_or_path: str) -> Path:
+    """The ``study.toml`` of a study.
+
+    Args:
+        name_or_path: A name (no separator in it) is looked up in :func:`studies_folder` first. Anything else, and a
+            name that is not there, is a path to a study's folder or to its ``study.toml``.
+
+    Raises:
+        StudyError: No study is there; names the studies that are.
+    """
+    if not name_or_path:
+        raise StudyError("found an empty study name, expected a name or a path", advice=_names_advice())
+    bare = (
+        name_or_path not in (".", "..")
+        and not name_or_path.endswith(".toml")
+        and not re.search(r"[/\\]|^~", name_or_path)
+    )
+    named = studies_folder() / name_or_path / STUDY_FILE
+    if bare and named.is_file():
+        return named
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path /= STUDY_FILE
+    if not path.is_file():
+        looked = f"{named} or {path.absolute()}" if bare else str(path.absolute())
+        advice = nearest(name_or_path, _names()) if bare else ""
+        raise StudyError(f"found no study '{name_or_path}', expected {looked}", advice=advice or _names_advice())
+    return Path(os.path.normpath(path.absolute()))
+
+
+def load_study(name_or_path: str) -> Study:
+    """The study of that name or path, decoded strictly.
+
+    Panels and scales must exist; :mod:`pytest_kvqual.study.panels` reads them.
+
+    Raises:
+        StudyError: No such study; TOML that does not parse (with its line); a key that is unknown or missing; a value
+            of the wrong type, out of range, or in contradiction to another (with its path); a file that is not there.
+    """
+    path = find_study(name_or_path)
+    return _study(Table(_toml(path), origin=str(path), error=StudyError, known=_TOP), path.parent)
+
+
+def select(study: Study, *, arm: str, length: int, cache_bytes: int | None) -> Selection:
+    """One arm of the study at one length, with the study's pool or the given one.
+
+    Args:
+        study: The study.
+        arm: The name of any of its arms, a control too.
+        length: A context length of the study, in tokens.
+        cache_bytes: The KV pool's size in bytes; None for the size that the study declares at this length.
+
+    Raises:
+        StudyError: An arm or a length that the study lacks (names those it has), or a pool that is no positive size.
+    """
+    if arm not in study.arms:
+        raise StudyError(
+            f"found no arm '{arm}' in study {study.name}, expected one of {', '.join(study.arms)}",
+            advice=nearest(arm, study.arms) or f"choose one, or declare [arms.{arm}] in {study.directory / STUDY_FILE}",
+        )
+    if type(length) is not int or length not in study.lengths:
+        raise StudyError(
+            f"found no length {length} in study {study.name}, expected one of {', '.join(map(str, study.lengths))}",
+            advice=f"choose one, or declare [lengths.{length}] with panels of its own",
+        )
+    declared = study.lengths[length]
+    size = declared.cache_bytes if cache_bytes is None else cache_bytes
+    if type(size) is not int or size < 1:
+        raise StudyError(
+            f"found {size!r} cache bytes, expected a positive number of bytes",
+            advice=f"study {study.name} declares {declared.cache_bytes} at length {length}",
+        )
+    return Selection(study=study, arm=study.arms[arm], length=replace(declared, cache_bytes=size), cache_bytes=size)
+
+
+def _names() -> list[str]:
+    return sorted(path.parent.name for path in studies_folder().glob(f"*/{STUDY_FILE}"))
+
+
+def _names_advice() -> str:
+    names = _names()
+    return f"the studies in {studies_folder()} are: {', '.join(names)}" if names else f"give the path of a {STUDY_FILE}"
+
+
+def _toml(path: Path) -> dict[str, object]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StudyError(f"cannot read {path}: {error.strerror}", advice="check the file's permissions") from None
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise StudyError(
+            f"{path}, line {line}: found the byte 0x{data[error.start]:02x}, expected UTF-8", advice="save it as UTF-8"
+        ) from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found, place = _reason(str(error), text)
+        raise StudyError(f"{path}, line {place}: found {found}, expected TOML", advice="mend this line") from None
+    except RecursionError:
+        raise StudyError(f"{path}: found nesting beyond the parser's limit, expected a study") from None
+
+
+def _reason(message: str, text: str) -> tuple[str, str]:
+    """The parser's reason and the line it gives, as ``LINE, column COLUMN``."""
+    match = re.fullmatch(r"(?s)(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
+    if match is None:
+        return f"'{message}'", "unknown"
+    reason = f"'{match[1]}'"
+    if match[2] is None:
+        return reason, f"{len(text.splitlines()) or 1} (the end)"
+    line = f"{match[2]}, column {match[3]}"
+    # The parser reports a table that is declared twice by its path; the header's own line says more to a reader.
+    if "twice" in match[1]:
+        reason += f" in '{text.splitlines()[int(match[2]) - 1].strip()}'"
+    return reason, line
+
+
+def _study(top: Table, directory: Path) -> Study:
+    schema = top.integer("schema")
+    if schema != SCHEMA:
+        top.fail("schema", str(schema), str(SCHEMA), advice="use the version of pytest-kvqual that the study is for")
+    engine = _engine(top.table("engine", known=_ENGINE))
+    arms_table = top.named_tables("arms", known=_ARM)
+    arms = {name: _arm(top, table, name, directory) for name, table in arms_table.items()}
+    if not any(arm.role == "control" for arm in arms.values()):
+        top.fail("arms", 'no arm with role = "control"', "at least one: it is each gate's null")
+    gates = _gates(top)
+    nll_table = top.table("nll", known=("documents", "decode_steps", "margin_nats", "confidence", "poison_documents"))
+    nll = _nll(nll_table)
+    lengths = _lengths(top, directory, engine, nll, gates)
+    return Study(
+        name=top.string("name", pattern=_NAME, form=_NAME_FORM),
+        directory=directory,
+        platform="cpu" if top.choice("platform", ("cpu", "gpu")) == "cpu" else "gpu",
+        model=_model(top.table("model", known=_MODEL)),
+        engine=engine,
+        arms=arms,
+        lengths=lengths,
+        schedule=cast(Schedule, top.choice("schedule", ("serial", "waves", "natural"))),
+        determinism=(
+            "order-invariant"
+            if top.choice("determinism", ("order-invariant", "rotation-diagnostic")) == "order-invariant"
+            else "rotation-diagnostic"
+        ),
+        gates=gates,
+        oracle=_oracle(top.table("oracle", known=("minimum_cells", "minimum_rows", "ambiguous_rows"))),
+        parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
+        nll=nll,
+    )
+
+
+def _model(table: Table) -> Model:
+    query_heads = table.integer("query_heads", minimum=1)
+    kv_heads = table.integer("kv_heads", minimum=1)
+    if query_heads % kv_heads:
+        table.fail("query_heads", f"{query_heads} query heads", f"a multiple of the {kv_heads} KV heads")
+    files = table.sha256_map("files")
+    if not files:
+        table.fail("files", "no files", "the SHA-256 of each file of the model's folder", advice="run `kvqual model`")
+    for name in files:
+        if name in (".", "..") or "/" in name or "\\" in name:
+            table.fail(f"files.{name}", f"the file name '{name}'", "a name without a folder")
+    return Model(
+        name=table.string("name", pattern=_NAME, form=_NAME_FORM),
+        source=table.string("source"),
+        files=files,
+        layers=table.integer("layers", minimum=1),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_size=table.integer("head_size", minimum=1),
+        vocabulary=table.integer("vocabulary", minimum=1),
+    )
+
+
+def _engine(table: Table) -> Engine:
+    environment = _environment(table)
+    unset = table.strings("unset", (), pattern=_VARIABLE, form="the name of an environment variable")
+    for index, name in enumerate(unset):
+        if name in environment:
+            table.fail(f"unset[{index}]", f"'{name}'", "a variable that 'environment' does not set")
+    boot = table.number("boot_timeout_s")
+    request = table.number("request_timeout_s")
+    for key, limit in (("boot_timeout_s", boot), ("request_timeout_s", request)):
+        if not limit > 0:
+            table.fail(key, f"{limit}", "a time above 0 seconds")
+    return Engine(
+        distribution=table.string("distribution"),
+        version=table.string("version"),
+        block_size=table.integer("block_size", minimum=1),
+        max_num_seqs=table.integer("max_num_seqs", minimum=1),
+        max_num_batched_tokens=table.integer("max_num_batched_tokens", minimum=1),
+        flags=table.strings("flags", ()),
+        environment=environment,
+        unset=unset,
+        boot_timeout_s=boot,
+        request_timeout_s=request,
+    )
+
+
+def _environment(table: Table) -> dict[str, str]:
+    if not table.has("environment"):
+        return {}
+    inner = table.table("environment", known=None)
+    for name in inner.names():
+        if not re.fullmatch(_VARIABLE, name):
+            table.fail("environment", f"the variable name '{name}'", "letters, digits and '_'")
+    return {name: inner.text(name) for name in inner.names()}
+
+
+def _arm(top: Table, table: Table, name: str, directory: Path) -> Arm:
+    if not re.fullmatch(_NAME, name):
+        top.fail("arms", f"the arm name '{name}'", _NAME_FORM)
+    scales = table.optional_string("scales")
+    return Arm(
+        name=name,
+        role=cast(Role, table.choice("role", ("candidate", "control"))),
+        attention_backend=table.string("attention_backend"),
+        kv_format=table.string("kv_format"),
+        interpreter=_interpreter(table, directory),
+        pythonpath=_pythonpath(table, directory),
+        flags=table.strings("flags", ()),
+        environment=_environment(table),
+        before_load=table.strings("before_load", (), pattern=_FUNCTION, form="module:function"),
+        after_init=table.strings("after_init", (), pattern=_FUNCTION, form="module:function"),
+        scales=None if scales is None else _file(table, "scales", scales, directory, "the scales file"),
+    )
+
+
+def _interpreter(table: Table, directory: Path) -> Path | None:
+    name = table.optional_string("interpreter")
+    if name is None:
+        return None
+    path = _absolute(name, directory)
+    if not path.is_file() or not os.access(path, os.X_OK):
+        table.fail("interpreter", f"no program {path}", "a Python interpreter", advice="create the arm's environment")
+    return path
+
+
+def _pythonpath(table: Table, directory: Path) -> tuple[Path, ...]:
+    paths = []
+    for index, name in enumerate(table.strings("pythonpath", ())):
+        path = _absolute(name, directory)
+        if not path.is_dir():
+            table.fail(f"pythonpath[{index}]", f"no folder {path}", "a folder to import from")
+        paths.append(path)
+    return tuple(paths)
+
+
+def _absolute(name: str, directory: Path) -> Path:
+    return Path(os.path.normpath(directory / Path(name).expanduser()))
+
+
+def _file(table: Table, key: str, name: str, directory: Path, what: str) -> Path:
+    """A file of the study's own folder, so that the folder is whole wherever it is copied to."""
+    path = _absolute(name, directory)
+    if not path.is_relative_to(directory):
+        table.fail(key, f"'{name}'", f"a path inside {directory}", advice="copy the file into the study's folder")
+    if not path.is_file():
+        table.fail(key, f"no file {path}", what, advice="restore or generate it")
+    return path
+
+
+def _lengths(
+    top: Table, directory: Path, engine: Engine, nll: NllRules, gates: tuple[GatePlan, ...]
+) -> dict[int, Length]:
+    tables = top.named_tables("lengths", known=_LENGTH)
+    if not tables:
+        top.fail("lengths", "no length", "at least one")
+    needed = {_NEEDS_PANEL[plan.name] for plan in gates if plan.state == "required" and plan.name in _NEEDS_PANEL}
+    lengths = {}
+    for name, table in tables.items():
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", name) or int(name) < 2:
+            top.fail("lengths", f"the length '{name}'", "a number of tokens of at least 2, such as [lengths.1024]")
+        tokens = int(name)
+        max_model_len = table.integer("max_model_len", minimum=tokens)
+        if max_model_len < tokens + nll.decode_steps:
+            table.fail(
+                "max_model_len", str(max_model_len),
+                f"at least {tokens + nll.decode_steps}: {tokens} tokens and {nll.decode_steps} decode steps",
+            )  # fmt: skip
+        panels_table = table.table("panels", known=_PANELS)
+        for task in sorted(needed):
+            panels_table.string(task)
+        lengths[tokens] = Length(
+            tokens=tokens,
+            cache_bytes=table.integer("cache_bytes", minimum=1),
+            max_model_len=max_model_len,
+            wave_size=table.integer("wave_size", minimum=1, maximum=engine.max_num_seqs),
+            panels={
+                task: _file(panels_table, task, panels_table.string(task), directory, f"the {task} panel")
+                for task in panels_table.names()
+            },
+        )
+    return lengths
+
+
+def _gates(top: Table) -> tuple[GatePlan, ...]:
+    outer = top.table("gates", known=None)
+    names = outer.names()
+    for name in names:
+        if name not in GATES:
+            top.fail("gates", f"the unknown gate '{name}'", f"one of {', '.join(GATES)}", advice=nearest(name, GATES))
+    ordered = tuple(sorted(names, key=GATES.index))
+    for found, expected in zip(names, ordered, strict=True):
+        if found != expected:
+            top.fail(
+                "gates", f"the gate '{found}' where '{expected}' belongs", f"the order {', '.join(ordered)}",
+                advice="each gate rests on those above it: move the tables into this order",
+            )  # fmt: skip
+    if not names:
+        top.fail("gates", "no gate", "at least one")
+    plans = []
+    for name in names:
+        table = outer.table(name, known=("state", "timing"))
+        timing = table.boolean("timing", False)
+        if timing is not (name in TIMING_GATES):
+            table.fail("timing", str(timing).lower(), f"{str(not timing).lower()} for the gate '{name}'")
+        plans.append(
+            GatePlan(name=name, state=cast(GateState, table.choice("state", ("required", "planned"))), timing=timing)
+        )
+    if any(plan.timing for plan in plans):
+        # A gate that is left out would open the way to timing without a trace of it in the study's order.
+        missing = [gate for gate in GATES if gate not in names and gate not in (*TIMING_GATES, *PRESERVATION_TASKS)]
+        if not any(task in names for task in PRESERVATION_TASKS):
+            missing.append(" or ".join(PRESERVATION_TASKS))
+        if missing:
+            top.fail(
+                "gates", f"a timing gate without {', '.join(missing)} above it", "every gate before timing",
+                advice='list each, with state = "planned" where it is not there yet',
+            )  # fmt: skip
+    return tuple(plans)
+
+
+def _oracle(table: Table) -> OracleRules:
+    return OracleRules(
+        minimum_cells=table.integer("minimum_cells", minimum=1),
+        minimum_rows=table.integer("minimum_rows", minimum=1),
+        ambiguous_rows=table.number("ambiguous_rows", minimum=0.0, maximum=1.0),
+    )
+
+
+def _parity(table: Table, directory: Path) -> ParityRules:
+    return ParityRules(
+        panel=_file(table, "panel", table.string("panel"), directory, "the parity panel"),
+        prompts=table.integer("prompts", minimum=1),
+        max_tokens=table.integer("max_tokens", minimum=1),
+    )
+
+
+def _nll(table: Table) -> NllRules:
+    documents = table.integer("documents", minimum=2)
+    margin = table.number("margin_nats")
+    if not margin > 0:
+        table.fail("margin_nats", f"{margin}", "a margin above 0 nats")
+    confidence = table.number("confidence")
+    if not 0.5 < confidence < 1:
+        table.fail("confidence", f"{confidence}", "a one-sided confidence between 0.5 and 1")
+    return NllRules(
+        documents=documents,
+        decode_steps=table.integer("decode_steps", minimum=1),
+        margin_nats=margin,
+        confidence=confidence,
+        poison_documents=table.integer("poison_documents", minimum=1, maximum=documents),
+    )
