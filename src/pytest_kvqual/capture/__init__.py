@@ -1,0 +1,1 @@
+"""Record what an arm answers. A capture never decides."""

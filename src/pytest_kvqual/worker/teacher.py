@@ -1,0 +1,118 @@
+"""Teacher forcing: a vLLM logits processor that makes the sampler choose given token ids.
+
+A request carries ``vllm_xargs = {"kvqual_targets": [ids]}``; its i-th output token is then ``ids[i]``. With
+``logprobs = 0`` the answer holds the log-probability of each forced token under the distribution *before* this
+processor ran (vLLM's default ``logprobs_mode = "raw_logprobs"``), which is the target's loss.
+
+Runs in the engine's worker and, for :meth:`Teacher.validate_params`, in the API server.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.interface import MoveDirectionality
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+FIELD = "kvqual_targets"
+
+_instances: weakref.WeakSet[Teacher] = weakref.WeakSet()
+
+
+def activity() -> dict[str, int]:
+    """What the processors of this process did: requests ``registered``, ``active`` now, ``forced`` tokens."""
+    teachers = list(_instances)
+    return {
+        "teachers": len(teachers),
+        "registered": sum(teacher.registered for teacher in teachers),
+        "active": sum(len(teacher.rows) for teacher in teachers),
+        "forced": sum(teacher.forced for teacher in teachers),
+    }
+
+
+class Teacher(LogitsProcessor):
+    """Forces the targets of the requests that have them; leaves every other row untouched.
+
+    Attributes:
+        rows: Batch row -> (targets, the request's output tokens so far; the engine's own list, it grows by itself).
+        registered: Requests with targets seen since the start.
+        forced: Tokens forced since the start.
+    """
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Refuse a request whose targets cannot all be forced; the server answers 400.
+
+        Raises:
+            ValueError: The targets are no non-empty list of non-negative integers, are fewer than ``max_tokens``, or
+                the sampling is not greedy.
+        """
+        targets = (sampling_params.extra_args or {}).get(FIELD)
+        if targets is None:
+            return
+        if not isinstance(targets, list) or not targets:
+            raise ValueError(f"{FIELD}: found {type(targets).__name__}, expected a non-empty list of token ids")
+        for position, target in enumerate(targets):
+            if type(target) is not int or target < 0:
+                raise ValueError(f"{FIELD}[{position}]: found {target!r}, expected a token id")
+        if sampling_params.max_tokens != len(targets):
+            raise ValueError(f"{FIELD}: found max_tokens={sampling_params.max_tokens}, expected {len(targets)}, one a target")
+        if sampling_params.temperature != 0:
+            raise ValueError(f"{FIELD}: found temperature {sampling_params.temperature}, expected 0")
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self.vocabulary = int(vllm_config.model_config.get_vocab_size())
+        self.rows: dict[int, tuple[list[int], list[int]]] = {}
+        self.registered = 0
+        self.forced = 0
+        _instances.add(self)
+
+    def is_argmax_invariant(self) -> bool:
+        """False: the engine must not skip this processor for greedy requests."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the batch: the engine asks for removed, added, moved, in this order."""
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self.rows.pop(row, None)
+        for row, params, _, output in batch_update.added:
+            # A new request may take over a row without a removal.
+            self.rows.pop(row, None)
+            targets = (params.extra_args or {}).get(FIELD)
+            if targets is not None:
+                # The API server has no vocabulary at hand when it validates; an id beyond it would fail all rows below.
+                if max(targets) >= self.vocabulary:
+                    raise ValueError(f"{FIELD}: found token id {max(targets)}, expected below {self.vocabulary}")
+                self.rows[row] = (targets, output)
+                self.registered += 1
+        for source, destination, direction in batch_update.moved:
+            moved = self.rows.pop(source, None)
+            replaced = self.rows.pop(destination, None)
+            if moved is not None:
+                self.rows[destination] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self.rows[source] = replaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Leave one finite logit, the target's, in each row that has a target for this step.
+
+        Args:
+            logits: [rows, vocabulary], changed in place and returned.
+        """
+        due = [(row, targets[len(output)]) for row, (targets, output) in self.rows.items() if len(output) < len(targets)]
+        if due:
+            rows = torch.tensor([row for row, _ in due], device=logits.device)
+            tokens = torch.tensor([token for _, token in due], device=logits.device)
+            logits[rows] = float("-inf")
+            # Zero, not the model's own value: that may be -inf or NaN, and the token must be chosen all the same.
+            logits[rows, tokens] = 0.0
+            self.forced += len(due)
+        return logits
