@@ -1,0 +1,1 @@
+"""Oracles: records in, findings out. Torch tensors and no engine."""

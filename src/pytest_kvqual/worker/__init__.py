@@ -1,0 +1,1 @@
+"""What runs inside the engine's worker process. Imports only ``kv``, ``oracles``, ``wire`` and leaf modules of ours."""

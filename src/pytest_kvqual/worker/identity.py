@@ -1,0 +1,180 @@
+"""What the worker is made of, as observed in the running process."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_THREADS = 2
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's dtype, shape and values; for floating types -0.0 counts as 0.0.
+
+    A weight read back through a matrix product has lost the sign of its zeros, and no forward pass can tell them apart.
+    """
+    data = tensor.detach().to("cpu")
+    if data.is_floating_point():
+        data = data + 0.0
+    head = f"{data.dtype}{tuple(data.shape)}".encode()
+    raw = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.sha256(head)
+    digest.update(memoryview(raw))
+    return digest.hexdigest()
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+
+
+def loaded_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Digest of each parameter as the loader left it, before the engine repacks it for its kernels."""
+    return _digests({name: parameter.data for name, parameter in model.named_parameters()})
+
+
+def _read_back(module: torch.nn.Module, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that a repacked linear layer multiplies with: ``[rows, columns]``, exact.
+
+    The product of the identity matrix with the weight has one term per element that is not zero, so it is exact in any
+    accumulation order.
+    """
+    identity = torch.eye(columns, dtype=dtype)
+    with torch.inference_mode():
+        product = module.cpu_linear(identity, getattr(module, "weight"), None)  # type: ignore[operator]
+    return product.t().reshape(rows, columns)
+
+
+def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
+    """Digest of each parameter as the forward pass uses it now.
+
+    A parameter that the engine emptied because its kernel holds a packed copy is read back through the kernel.
+
+    Args:
+        model: The served model.
+        shapes: Shape and dtype of each parameter as it was loaded.
+    """
+    modules = dict(model.named_modules())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        shape, dtype = shapes.get(name, (tuple(parameter.shape), parameter.dtype))
+        module = modules[owner]
+        packed = attribute == "weight" and parameter.numel() == 0 and hasattr(module, "cpu_linear")
+        tensors[name] = _read_back(module, shape[0], shape[1], dtype) if packed else parameter.data
+    return _digests(tensors)
+
+
+def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> dict[str, str]:
+    """Digest of each parameter computed from the weight files alone, fused as the model declares.
+
+    The model's ``packed_modules_mapping`` names the file's modules that one parameter stacks along its first axis.
+    """
+    from safetensors import safe_open
+
+    files: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as opened:
+            files.update(dict.fromkeys(opened.keys(), path))
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {}
+    parts: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        parent, _, leaf = owner.rpartition(".")
+        leaves = packed.get(leaf, [leaf])
+        parts[name] = [".".join(filter(None, (parent, each, attribute))) for each in leaves]
+    tensors: dict[str, torch.Tensor] = {}
+    handles: dict[Path, object] = {}
+    for name, sources in parts.items():
+        if not all(source in files for source in sources):
+            continue
+        pieces = []
+        for source in sources:
+            path = files[source]
+            if path not in handles:
+                handles[path] = safe_open(str(path), framework="pt").__enter__()
+            pieces.append(handles[path].get_tensor(source).to(dtype))  # type: ignore[attr-defined]
+        tensors[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return _digests(tensors)
+
+
+def _hash_recorded(item: tuple[Path, str]) -> str | None:
+    path, expected = item
+    try:
+        with path.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").digest()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    encoded = base64.urlsafe_b64encode(found).rstrip(b"=").decode()
+    return None if encoded == expected else f"{path}: found sha256={encoded}, expected sha256={expected}"
+
+
+def distribution_record(name: str) -> tuple[dict[str, object], set[str]]:
+    """Re-hashes every file of an installed distribution against its RECORD.
+
+    Returns:
+        ``{"name", "version", "files", "mismatched"}``, and the real paths of its Python modules.
+    """
+    distribution = importlib.metadata.distribution(name)
+    root = Path(str(distribution.locate_file("")))
+    text = distribution.read_text("RECORD") or ""
+    work: list[tuple[Path, str]] = []
+    modules: set[str] = set()
+    for row in csv.reader(text.splitlines()):
+        if len(row) < 2 or not row[1].startswith("sha256="):
+            continue
+        path = root / row[0]
+        work.append((path, row[1].removeprefix("sha256=")))
+        modules.add(str(path.resolve()))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        mismatched = sorted(line for line in pool.map(_hash_recorded, work) if line is not None)
+    direct = json.loads(distribution.read_text("direct_url.json") or "{}")
+    record: dict[str, object] = {
+        "name": name,
+        "version": distribution.version,
+        "files": len(work),
+        "mismatched": mismatched,
+        "editable": bool(direct.get("dir_info", {}).get("editable", False)),
+    }
+    return record, modules
+
+
+def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, object]:
+    """Traces the loaded modules of ``packages`` to recorded files: ``{"traced": n, "untraced": [name: path]}``."""
+    traced, untraced = 0, []
+    prefixes = tuple(packages)
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] not in prefixes:
+            continue
+        path = getattr(module, "__file__", None)
+        # Modules without a spec are namespaces that the engine builds in memory (torch.ops); no file stands behind them.
+        if not isinstance(path, str) or getattr(module, "__spec__", None) is None:
+            continue
+        if str(Path(path).resolve()) in recorded:
+            traced += 1
+        else:
+            untraced.append(f"{name}: {path}")
+    return {"traced": traced, "untraced": untraced}
+
+
+def cache_layout(name: str, cache: torch.Tensor) -> dict[str, object]:
+    """Shape, dtype, strides, bytes and place of one layer's physical cache. Strides and offset in bytes."""
+    size = cache.element_size()
+    return {
+        "name": name,
+        "cache_shape": list(cache.shape),
+        "cache_dtype": str(cache.dtype).removeprefix("torch."),
+        "cache_strides": [stride * size for stride in cache.stride()],
+        "cache_bytes": cache.numel() * size,
+        "storage_id": cache.untyped_storage().data_ptr(),
+        "storage_offset": cache.storage_offset() * size,
+    }

@@ -1,0 +1,328 @@
+"""The engine's own worker, with qualification methods that the server's development RPC can call.
+
+It serves exactly as the stock worker does. Beyond that it runs the functions that an arm brings, installs the frozen V
+scales before warm-up and keeps what they were at three moments, digests the weights as the loader left them, and puts
+the oracle's taps on and off. Every ``kvqual_`` method returns JSON-ready values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pytest_kvqual._clock import monotonic_ns
+from pytest_kvqual.kv import formats
+from pytest_kvqual.worker import identity, scales
+from pytest_kvqual.worker.taps import OracleWindow, TappedLayer, layer_order
+from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
+
+_DISTRIBUTIONS = ("torch", "transformers")
+_PARTS = frozenset({"layers", "parameters", "scales", "distributions"})
+
+
+def _base_worker() -> type:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker  # type: ignore[no-any-return]  # vLLM is not typed for us
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker  # type: ignore[no-any-return]  # vLLM is not typed for us
+
+
+class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends on the platform
+    """The platform's worker plus qualification. Named by ``--worker-cls``."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.kvqual_config: WorkerConfig = decode_config(vllm_config.additional_config)
+        self.kvqual_undo: list[Callable[[], None]] = []
+        self._kvqual_window: OracleWindow | None = None
+        self._kvqual_caches: dict[str, torch.Tensor] = {}
+        self._kvqual_formats: dict[str, formats.Format] = {}
+        self._kvqual_loaded: dict[str, str] = {}
+        self._kvqual_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._kvqual_scales: dict[str, list[dict[str, object]]] = {}
+        self._kvqual_activity = {"busy_ns": 0, "steps": 0, "tokens": 0}
+        extend_path(self.kvqual_config.pythonpath)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    # -- the engine's own calls -----------------------------------------------------------------------------------
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Runs ``before_load``, loads the model, digests its parameters before repacking, installs the scales."""
+        for path in self.kvqual_config.before_load:
+            resolve(path)(self)
+        from vllm.model_executor.model_loader import base_loader
+
+        original = base_loader.process_weights_after_loading
+
+        def digesting(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._kvqual_loaded = identity.loaded_digests(model)
+            self._kvqual_shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+            return original(model, *args, **kwargs)
+
+        base_loader.process_weights_after_loading = digesting
+        try:
+            super().load_model(*args, **kwargs)
+        finally:
+            base_loader.process_weights_after_loading = original
+        scales.install(self.kvqual_layers(), self.kvqual_config.v_scales)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Makes the KV caches, remembers which physical tensor is whose, then runs ``after_init``."""
+        super().initialize_from_config(kv_cache_config)
+        for name, layer in self.kvqual_layers().items():
+            cache = layer.kv_cache
+            if not isinstance(cache, torch.Tensor) or cache.numel() == 0:
+                raise WorkerError(f"layer {name} has no KV cache after initialisation")
+            self._kvqual_caches[name] = cache
+            self._kvqual_formats[name] = self._declared_format(layer, cache)
+        self._kvqual_scales["before_warmup"] = scales.snapshot(self.kvqual_layers())
+        for path in self.kvqual_config.after_init:
+            resolve(path)(self)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warms up; the scales are read immediately before graphs are captured, or at its end where none are."""
+        runner = self.model_runner
+        capture = getattr(runner, "capture_model", None)
+        if capture is not None:
+
+            def capturing(*args: Any, **kwargs: Any) -> Any:
+                self._kvqual_scales["before_capture"] = scales.snapshot(self.kvqual_layers())
+                return capture(*args, **kwargs)
+
+            runner.capture_model = capturing
+        try:
+            times = super().compile_or_warm_up_model()
+        finally:
+            if capture is not None:
+                del runner.capture_model
+        self._kvqual_scales.setdefault("before_capture", scales.snapshot(self.kvqual_layers()))
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """One engine step."""
+        window = self._kvqual_window
+        if window is not None:
+            window.begin_step(scheduler_output)
+        started = monotonic_ns()
+        output = super().execute_model(scheduler_output)
+        self._count(started, scheduler_output.total_num_scheduled_tokens)
+        if window is not None:
+            window.end_step(output)
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The sampling half of a step, where the engine splits it off."""
+        started = monotonic_ns()
+        output = super().sample_tokens(*args, **kwargs)
+        self._count(started, 0)
+        if self._kvqual_window is not None:
+            self._kvqual_window.end_step(output)
+        return output
+
+    def _count(self, started: int, tokens: int) -> None:
+        self._kvqual_activity["busy_ns"] += monotonic_ns() - started
+        if tokens:
+            self._kvqual_activity["steps"] += 1
+            self._kvqual_activity["tokens"] += tokens
+
+    # -- what faults and arms may use -----------------------------------------------------------------------------
+
+    def kvqual_layers(self) -> dict[str, Any]:
+        """Attention layers of this rank by name, in layer order."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        found = {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")}
+        return {name: found[name] for name in layer_order(found)}
+
+    def kvqual_block_size(self) -> int:
+        """Tokens per block."""
+        return int(self.vllm_config.cache_config.block_size)
+
+    def kvqual_metadata_builders(self) -> list[Any]:
+        """The attention metadata builders of this rank."""
+        return [
+            builder
+            for groups in self.model_runner.attn_groups
+            for group in groups
+            for builder in group.metadata_builders
+        ]
+
+    def _declared_format(self, layer: Any, cache: torch.Tensor) -> formats.Format:
+        name = self.kvqual_config.kv_format
+        dtype = self.model_config.dtype
+        if name != "cpu-attn-bf16":
+            return formats.declared(name, dtype=dtype)
+        # The stock cache is permuted inside each tile by the kernel's instruction path: derive it once.
+        if self._kvqual_formats:
+            return next(iter(self._kvqual_formats.values()))
+        layout = formats.probe_layout(
+            self._writer(layer),
+            head_size=layer.impl.head_size,
+            block_size=self.kvqual_block_size(),
+            kv_heads=layer.impl.num_kv_heads,
+            dtype=dtype,
+        )
+        return formats.declared(name, dtype=dtype, layout=layout)
+
+    def _writer(self, layer: Any) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]:
+        def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> object:
+            return layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+
+        return write
+
+    def _v_scale(self, index: int) -> float:
+        declared = self.kvqual_config.v_scales
+        return 1.0 if declared is None else declared[index]
+
+    # -- RPC ------------------------------------------------------------------------------------------------------
+
+    def kvqual_identity(self, options: dict[str, object] | None = None) -> dict[str, object]:
+        """What this rank runs, observed now.
+
+        ``options["parts"]`` limits the answer to some of ``layers``, ``parameters``, ``scales`` and ``distributions``;
+        without it all are read.
+        """
+        parts = set((options or {}).get("parts") or _PARTS)  # type: ignore[call-overload]  # checked on the next line
+        if not parts <= _PARTS:
+            raise WorkerError(f"identity parts {sorted(parts - _PARTS)} are unknown, expected some of {sorted(_PARTS)}")
+        layers = self.kvqual_layers()
+        record: dict[str, object] = {
+            "rank": int(self.rank),
+            "arm": self.kvqual_config.arm,
+            "kv_format": self.kvqual_config.kv_format,
+            "block_size": self.kvqual_block_size(),
+        }
+        if "layers" in parts:
+            record |= self._identity_layers(layers)
+        if "parameters" in parts:
+            model = self.model_runner.get_model()
+            record["parameters"] = {
+                "loaded": self._kvqual_loaded,
+                "now": identity.served_digests(model, self._kvqual_shapes),
+                "expected": identity.expected_digests(model, self.kvqual_config.model_dir, self.model_config.dtype),
+            }
+        if "scales" in parts:
+            record["scales"] = {**self._kvqual_scales, "now": scales.snapshot(layers)}
+        if "distributions" in parts:
+            records, recorded = [], set()
+            for name in (self.kvqual_config.distribution, *_DISTRIBUTIONS):
+                distribution, modules = identity.distribution_record(name)
+                records.append(distribution)
+                recorded |= modules
+            record["distributions"] = records
+            record["modules"] = identity.trace_modules(("vllm", "torch", "transformers"), recorded)
+        return record
+
+    def _identity_layers(self, layers: dict[str, Any]) -> dict[str, object]:
+        described = []
+        for name, layer in layers.items():
+            cache = self._kvqual_caches[name]
+            k_bytes, v_bytes = formats.observe_bytes(
+                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=self.model_config.dtype
+            )
+            described.append(
+                {
+                    **identity.cache_layout(name, cache),
+                    "bound": layer.kv_cache.data_ptr() == cache.data_ptr(),
+                    "k_bytes_per_element": k_bytes,
+                    "v_bytes_per_element": v_bytes,
+                }
+            )
+        return {
+            "attention_backend": {name: backend_name(layer) for name, layer in layers.items()},
+            "attention_impl": {name: _qualified(type(layer.impl)) for name, layer in layers.items()},
+            "layers": described,
+            "pool_bytes": sum(cache.numel() * cache.element_size() for cache in self._kvqual_caches.values()),
+        }
+
+    def kvqual_oracle_start(self, options: dict[str, object] | None = None) -> dict[str, object]:
+        """Opens an oracle window: plants ``options["fault"]`` where given, then puts the taps on.
+
+        No request may be in flight.
+        """
+        if self._kvqual_window is not None:
+            raise WorkerError("an oracle window is open already")
+        if self.model_runner.input_batch.num_reqs:
+            raise WorkerError(
+                f"{self.model_runner.input_batch.num_reqs} requests are in flight, expected none before an oracle window"
+            )
+        fault = (options or {}).get("fault")
+        if fault is not None:
+            self.kvqual_plant(str(fault))
+        window = OracleWindow(
+            layers=[
+                TappedLayer(
+                    name=name,
+                    layer=layer,
+                    cache=self._kvqual_caches[name],
+                    codec=self._kvqual_formats[name],
+                    v_scale=self._v_scale(index),
+                )
+                for index, (name, layer) in enumerate(self.kvqual_layers().items())
+            ],
+            block_size=self.kvqual_block_size(),
+            runner=self.model_runner,
+            rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
+        )
+        window.install()
+        self._kvqual_window = window
+        return {"installed": True, "fault": fault}
+
+    def kvqual_oracle_finish(self) -> dict[str, object]:
+        """Closes the window, takes back a planted fault and returns the record of this rank."""
+        window = self._kvqual_window
+        if window is None:
+            raise WorkerError("no oracle window is open")
+        try:
+            record = window.finish()
+        finally:
+            window.remove()
+            self._kvqual_window = None
+            self.kvqual_unplant()
+        return {"rank": int(self.rank), **record}
+
+    def kvqual_taps(self) -> dict[str, object]:
+        """Whether any tap or fault is in place."""
+        return {
+            "installed": self._kvqual_window is not None and self._kvqual_window.installed,
+            "faults": len(self.kvqual_undo),
+        }
+
+    def kvqual_plant(self, fault: str) -> dict[str, object]:
+        """Plants a seeded fault by its name in the catalogue or as ``module:function``."""
+        if ":" in fault:
+            plant = fault
+        else:
+            catalogue = resolve("pytest_kvqual.faults.catalogue:lookup")
+            plant = str(catalogue(fault))
+        resolve(plant)(self)
+        return {"planted": fault}
+
+    def kvqual_unplant(self) -> dict[str, object]:
+        """Takes back every planted fault."""
+        undone = len(self.kvqual_undo)
+        while self.kvqual_undo:
+            self.kvqual_undo.pop()()
+        return {"undone": undone}
+
+    def kvqual_activity(self) -> dict[str, object]:
+        """Time spent in engine steps since the start (ns), steps with tokens, and tokens computed."""
+        return dict(self._kvqual_activity)
+
+
+def backend_name(layer: Any) -> str:
+    """The attention backend's name: its ``kvqual_name`` where an arm replaced a stock one, else the engine's name."""
+    backend = layer.attn_backend
+    return str(getattr(backend, "kvqual_name", None) or backend.get_name())
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+__all__ = ["CONFIG_KEY", "ServingWorker", "backend_name"]
