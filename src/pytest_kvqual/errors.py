@@ -2,6 +2,7 @@
 
     KvqualError
      ├── StudyError      a declaration is malformed: TOML, keys, types, panels, scales
+     ├── FormatError     a cache, tensor or layout is not what the KV format declares
      ├── LockError       the lock is missing or no longer matches a file it names
      ├── ModelError      a model's files are missing or are not the declared ones
      ├── InstallError    an arm's interpreter, checkout or package is not what it declares
@@ -36,6 +37,10 @@ class KvqualError(Exception):
 
 class StudyError(KvqualError):
     """A declaration is malformed."""
+
+
+class FormatError(KvqualError):
+    """A cache, tensor or layout is not what the KV format declares."""
 
 
 class LockError(KvqualError):
