@@ -15,7 +15,7 @@ _REFERENCE = ("order", "index", "id", "token_ids", "finish_reason", "prompt_toke
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """One prompt's greedy tokens. ``index`` is its place in the order it was sent in, from 0."""
+    """One prompt's greedy tokens. ``index`` is its place in the panel, from 0, whatever the order."""
 
     id: str
     order: str

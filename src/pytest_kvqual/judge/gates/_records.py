@@ -13,20 +13,28 @@ class Item(Protocol):
     """What a judge needs of one panel item."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Unique within the panel."""
+
     @property
-    def prompt(self) -> tuple[int, ...]: ...
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids."""
+
     @property
-    def targets(self) -> tuple[int, ...]: ...
+    def targets(self) -> tuple[int, ...]:
+        """Forced token ids; empty where nothing is forced."""
+
     @property
-    def max_tokens(self) -> int: ...
+    def max_tokens(self) -> int:
+        """The number of tokens to generate."""
 
 
 class Panel(Protocol):
     """What a judge needs of a panel: its items, in the frozen order."""
 
     @property
-    def items(self) -> Sequence[Item]: ...
+    def items(self) -> Sequence[Item]:
+        """In the frozen order."""
 
 
 Record = object

@@ -158,16 +158,19 @@ def _outputs(
     order: str,
 ) -> dict[str, Output]:
     outputs: dict[str, Output] = {}
-    places = {item.id: place for place, item in enumerate(panel.items)}
-    for item, record, where in by_item(result, rule, panel, records, origin=origin):
+    entries = by_item(result, rule, panel, records, origin=origin)
+    sent = [item.id for item, _, _ in entries]
+    names = [item.id for item in panel.items]
+    if sorted(sent) == sorted(names) and sent != (names if order == ORDERS[0] else names[::-1]):
+        result.gap(rule, f"{origin}: found the records in another order than the panel's ({order})")
+    for item, record, where in entries:
         with result.reading(rule):
             output = parse(item, record, where)
-            expected = places[item.id] if order == ORDERS[0] else len(places) - 1 - places[item.id]
             if output.order != order:
                 result.gap(rule, f"{where}: found the order '{output.order}', expected '{order}'")
-            elif output.index != expected:
+            elif output.index != names.index(item.id):
                 result.gap(
-                    rule, f"{where}: '{item.id}' was sent as number {output.index}, expected {expected} ({order})"
+                    rule, f"{where}: found the index {output.index}, expected {names.index(item.id)}, its panel's"
                 )
             else:
                 outputs[item.id] = output

@@ -9,7 +9,7 @@ The evidence is ``oracle.json`` of the arm (its form: :mod:`pytest_kvqual.judge.
    blocks that nobody holds were compared too.
 5. On every rank the oracle has no finding.
 6. The counts agree with each other: as many findings were counted as are kept, or more.
-7. Every request of the wave was answered, under status 200.
+7. Every request of the healthy pass was answered, under status 200.
 8. Null: the control's document keeps rules 1 to 7.
 9. Poison: the oracle has findings under each fault that this gate claims. Every fault of ``faults`` was run.
 """

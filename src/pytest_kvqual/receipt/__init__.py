@@ -1,0 +1,1 @@
+"""What was decided, as statements that others can read, check and sign."""
