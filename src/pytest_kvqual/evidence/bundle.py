@@ -25,8 +25,8 @@ from pytest_kvqual.evidence.records import DAMAGED, Scope, with_digest
 __all__ = ["Bundle", "RecordWriter"]
 
 _ADVICE: Final = {
-    errno.ENOSPC: "free space on its file system, or give another --run-dir; the attempt is kept, a run begins the next",
-    errno.EDQUOT: "free space within the quota, or give another --run-dir; the attempt is kept, a run begins the next",
+    errno.ENOSPC: "free space on its file system or give another --run-dir; the attempt is kept, a run begins the next",
+    errno.EDQUOT: "free space within the quota or give another --run-dir; the attempt is kept, a run begins the next",
     errno.EACCES: "give a --run-dir that you may write to",
     errno.EPERM: "give a --run-dir that you may write to",
     errno.EROFS: "give a --run-dir on a file system that is not read-only",
