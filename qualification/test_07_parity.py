@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from pytest_kvqual.session import Gate
 
 pytestmark = [pytest.mark.cpu, pytest.mark.gpu]
 
 
 @pytest.mark.gate("parity")
-def test_parity(gate):
+def test_parity(gate: Gate) -> None:
     """Serial HTTP output equals serial in-process generation, token for token."""
     gate.decide()

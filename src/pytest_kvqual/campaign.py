@@ -4,8 +4,8 @@ It only wires: no threshold and no judgement is here. In order:
 
 1. ``prepare``: the run directory is claimed, and lock, model and disk space are checked before anything boots.
 2. The first gate captures the controls whole, one server after the other, then boots the arm under qualification.
-3. Each gate captures what it needs from that server, which stays up; parity, the last gate that needs it stopped, takes
-   the losses of nll first, stops it, and runs the same arm in process.
+3. Each gate captures what it needs from that server, which stays up. Parity needs it stopped, because one engine runs
+   at a time: it takes the losses of nll first, then runs the same arm in process.
 4. A capture that was completed earlier, in this run directory and in exactly this scope, is used instead of a new one.
    A new attempt captures from identity on: evidence of one attempt comes from one server.
 """
@@ -13,41 +13,47 @@ It only wires: no threshold and no judgement is here. In order:
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from pytest_kvqual._clock import monotonic_ns
+from pytest_kvqual.attempt import (
+    IDENTITY,
+    IDENTITY_POISON,
+    NLL,
+    NLL_AGAIN,
+    ORACLE,
+    PARITY,
+    PARITY_REVERSE,
+    REFERENCE,
+    Activity,
+    Attempt,
+    load_task_panel,
+    poisoned,
+    python_of,
+)
 from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, ServerError, StudyError
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
-    from pytest_kvqual.evidence.bundle import Bundle
     from pytest_kvqual.evidence.reader import Reader
     from pytest_kvqual.evidence.records import Scope
     from pytest_kvqual.faults import Fault
     from pytest_kvqual.hooks import Options, Progress
-    from pytest_kvqual.server.process import Server
+    from pytest_kvqual.judge.sequence import Refusal, Standing
+    from pytest_kvqual.receipt.statement import Receipt
+    from pytest_kvqual.receipt.write import Receipts
     from pytest_kvqual.study.model import Arm, Selection, Study
-    from pytest_kvqual.study.panels import Panel
 
 FREE_BYTES: Final = 256 << 20
 """Space that must be free in the run directory before a server boots: evidence and logs of one run, with a margin."""
 
-PROGRESS_S: Final = 10.0
-"""Least time between two lines about one capture."""
-
-IDENTITY, IDENTITY_POISON = "identity.json", "identity-poison.json"
-ORACLE = "oracle.json"
-PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
-NLL, NLL_AGAIN = "nll.jsonl", "nll-again.jsonl"
-SERVER_LOG, REFERENCE_LOG = "server.log", "reference.log"
 PARITY_POISON_PROMPTS: Final = 4
+"""How many prompts are asked under a planted fault: one that differs shows it."""
 
 
 def open_campaign(options: Options, progress: Progress) -> Campaign:
@@ -76,24 +82,6 @@ def _only_candidate(study: Study) -> str:
     return candidates[0]
 
 
-@dataclass(kw_only=True, slots=True)
-class _Activity:
-    """What the engines did with the time. Nanoseconds."""
-
-    busy_ns: int = 0
-    boots: list[tuple[str, float]] = field(default_factory=list)
-    begun_ns: int = 0
-
-
-class _Live:
-    """One attempt on one running server."""
-
-    def __init__(self, selection: Selection, bundle: Bundle, server: Server) -> None:
-        self.selection = selection
-        self.bundle = bundle
-        self.server = server
-
-
 class Campaign:
     """One arm at one length in one run directory.
 
@@ -104,7 +92,6 @@ class Campaign:
         prefix: Prefix of the folders of evidence and receipts.
         progress: Takes one line about a long step.
         label: The arm's name in scopes; default its own.
-        controls_dir: The run directory in which the controls' captures lie or are made; default ``run_dir``.
     """
 
     def __init__(
@@ -115,25 +102,22 @@ class Campaign:
         prefix: str = "",
         progress: Progress,
         label: str | None = None,
-        controls_dir: Path | None = None,
     ) -> None:
         self._selection = selection
         self.study: Study = selection.study
         self.arm: str = label or selection.arm.name
         self.run_dir = run_dir
-        self._controls_dir = controls_dir or run_dir
         self._prefix = prefix
         self._progress = progress
         self._gates: tuple[str, ...] = ()
         self._scopes: dict[str, Scope] = {}
         self._readers: dict[str, Reader] = {}
-        self._live: _Live | None = None
-        self._failure: KvqualError | None = None
+        self._attempt: Attempt | None = None
         self._deferred: dict[str, KvqualError] = {}
-        self._activity = _Activity()
-        self._stack = contextlib.ExitStack()
-        self._model: Path | None = None
-        self._lock_sha256 = ""
+        self._activity = Activity()
+        self._claims = contextlib.ExitStack()
+        self._model = Path()
+        self._lock = ""
         self._implementation = ""
 
     @property
@@ -153,18 +137,18 @@ class Campaign:
             KvqualError: one line; nothing has booted.
         """
         from pytest_kvqual import models
+        from pytest_kvqual._canonical import digest
         from pytest_kvqual.study.freeze import verify_lock
 
         self._activity.begun_ns = monotonic_ns()
         self._gates = tuple(gates)
         lock = verify_lock(self.study)
-        self._lock_sha256 = lock.sha256
-        folder = models.model_folder(self.study.model)
-        models.verify_model(folder, self.study.model.files)
-        self._model = folder
-        for place in dict.fromkeys((self.run_dir, self._controls_dir)):
-            self._claim(place)
-        return ()
+        self._lock = lock.sha256
+        self._implementation = digest(dict(lock.implementation))
+        self._model = models.model_folder(self.study.model)
+        models.verify_model(self._model, self.study.model.files)
+        self._claim(self.run_dir)
+        return self._stale()
 
     def _claim(self, place: Path) -> None:
         from filelock import FileLock, Timeout
@@ -176,13 +160,14 @@ class Campaign:
             lock.acquire()
         except Timeout:
             raise EvidenceError(
-                f"{place}: found another run that uses it, expected none", advice="wait for it, or give another --run-dir"
+                f"{place}: found another run that uses it, expected none",
+                advice="wait for it, or give another --run-dir",
             ) from None
         except OSError as error:
             raise EvidenceError(
                 f"cannot write {place}: {error.strerror or error}", advice="give a --run-dir that you may write to"
             ) from error
-        self._stack.callback(lock.release)
+        self._claims.callback(lock.release)
         if free < FREE_BYTES:
             raise EvidenceError(
                 f"{place}: found {free} bytes free, expected at least {FREE_BYTES} for evidence",
@@ -197,11 +182,11 @@ class Campaign:
         name = label or arm.name
         if name not in self._scopes:
             self._scopes[name] = Scope(
-                lock=self._lock_sha256,
+                lock=self._lock,
                 arm=name,
                 length=self._selection.length.tokens,
                 cache_bytes=self._selection.cache_bytes,
-                engine=digest(engine_identity(self.study, _python(arm))),
+                engine=digest(engine_identity(self.study, python_of(arm))),
             )
         return self._scopes[name]
 
@@ -209,12 +194,16 @@ class Campaign:
 
     def decide(self, gate: str) -> Decision:
         """Capture what ``gate`` needs, judge it, write its receipt. Refusals and failed captures are verdicts."""
+        above = self._above(gate)
+        if not above.complete:
+            return self._record(_refused(gate, above), above)
         try:
-            self._refuse(gate)
             verdict = self._judge(gate)
         except KvqualError as error:
-            verdict = Verdict(gate=gate, outcome=_outcome(error), figure=error.line())
-        return self._record(verdict)
+            attempt = self._attempt
+            kept = (f"{attempt.name} is kept as failed",) if attempt is not None and attempt.failure is not None else ()
+            verdict = Verdict(gate=gate, outcome=_outcome(error), figure=error.line(), findings=kept)
+        return self._record(verdict, above)
 
     def _judge(self, gate: str) -> Verdict:
         judges: Mapping[str, Callable[[], Verdict]] = {
@@ -272,11 +261,11 @@ class Campaign:
         fault = self._reading_fault()
         return parity.judge(
             self.study,
-            self._panel("parity"),
+            load_task_panel(self._selection, "parity"),
             http=self._own().records(PARITY),
             reference=self._own().records(REFERENCE),
             null=(self._null().records(PARITY), self._null().records(PARITY_REVERSE)),
-            poison={fault: self._own().records(_poisoned(PARITY, fault))},
+            poison={fault: self._own().records(poisoned(PARITY, fault))},
             faults=(fault,),
         )
 
@@ -286,11 +275,11 @@ class Campaign:
         fault = self._reading_fault()
         return nll.judge(
             self.study,
-            self._panel("nll"),
+            load_task_panel(self._selection, "nll"),
             candidate=self._own().records(NLL),
-            controls={arm.name: self._readers[arm.name].records(NLL) for arm in self._control_arms()},
+            controls={arm.name: self._readers[_control_key(arm)].records(NLL) for arm in self._control_arms()},
             null=(self._null().records(NLL), self._null().records(NLL_AGAIN)),
-            poison={fault: self._own().records(_poisoned(NLL, fault))},
+            poison={fault: self._own().records(poisoned(NLL, fault))},
             arm=self._selection.arm.name,
             faults=(fault,),
         )
@@ -330,12 +319,15 @@ class Campaign:
             "identity": (IDENTITY, IDENTITY_POISON),
             "routing": (ORACLE,),
             "placement": (ORACLE,),
-            "parity": (PARITY, _poisoned(PARITY, fault), REFERENCE),
-            "nll": (NLL, _poisoned(NLL, fault)),
+            "parity": (PARITY, poisoned(PARITY, fault), REFERENCE),
+            "nll": (NLL, poisoned(NLL, fault)),
         }
         return tuple(dict.fromkeys(name for gate in gates for name in names.get(gate, ())))
 
-    def _control_needed(self, arm: Arm) -> tuple[str, ...]:
+    def _control_names(self, arm: Arm, gates: Sequence[str]) -> tuple[str, ...]:
+        """The files that a control's attempt must hold for these gates."""
+        if arm != self._null_arm():
+            return (IDENTITY, NLL) if "nll" in gates else ()
         names = {
             "identity": (IDENTITY,),
             "routing": (ORACLE,),
@@ -343,26 +335,246 @@ class Campaign:
             "parity": (PARITY, PARITY_REVERSE),
             "nll": (NLL, NLL_AGAIN),
         }
-        if arm != self._null_arm():
-            return (IDENTITY, NLL)
-        return tuple(dict.fromkeys((IDENTITY, *(name for gate in self._gates for name in names.get(gate, ())))))
+        return tuple(dict.fromkeys((IDENTITY, *(name for gate in gates for name in names.get(gate, ())))))
 
     def _own(self) -> Reader:
         return self._readers[self.arm]
 
     def _null(self) -> Reader:
-        # A control under qualification has its null in an attempt of its own, like any other arm.
         return self._readers[_control_key(self._null_arm())]
 
-    def _panel(self, task: str) -> Panel:
-        from pytest_kvqual.study.panels import load_panel
+    # -- capture -----------------------------------------------------------------------------------------------------
 
-        length = self._selection.length
-        own = task in length.panels
-        return load_panel(
-            length.panels[task] if own else self.study.parity.panel,
-            task=task,
-            length=length.tokens if own else None,
-            vocabulary=self.study.model.vocabulary,
-            tokenizer=self.study.model.files.get("tokenizer.json"),
+    def _controls(self) -> None:
+        """The captures of every control that this run's gates need, one server after the other."""
+        for arm in self._control_arms():
+            key = _control_key(arm)
+            if key in self._readers:
+                continue
+            try:
+                self._readers[key] = self._control(arm)
+            except (CaptureError, ServerError) as error:
+                # Nothing is said about the arm under qualification: its instrument is missing.
+                raise EvidenceError(f"control {arm.name}: {error}", advice=error.advice) from error
+
+    def _control(self, arm: Arm) -> Reader:
+        from pytest_kvqual.evidence.reader import Reader
+
+        names = self._control_names(arm, self._gates)
+        scope = self._scope(arm)
+        reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
+        if reader is not None:
+            self._progress(f"{arm.name}: captured earlier in {reader.name}")
+            return reader
+        with self._begin(replace(self._selection, arm=arm), scope) as attempt:
+            attempt.boot()
+            attempt.identity()
+            if ORACLE in names:
+                attempt.oracle(())
+            if PARITY in names:
+                attempt.parity(PARITY, "forward")
+                attempt.parity(PARITY_REVERSE, "reverse")
+            if NLL in names:
+                attempt.nll(NLL)
+            if NLL_AGAIN in names:
+                attempt.nll(NLL_AGAIN)
+        return Reader.open(attempt.path)
+
+    def _begin(self, selection: Selection, scope: Scope) -> Attempt:
+        return Attempt(
+            selection,
+            scope,
+            run_dir=self.run_dir,
+            prefix=self._prefix,
+            model=self._model,
+            progress=self._progress,
+            activity=self._activity,
         )
+
+    def _capture(self, gate: str) -> None:
+        """What ``gate`` needs of the arm under qualification, in ``self._readers``."""
+        from pytest_kvqual.evidence.reader import Reader
+
+        if self._attempt is None and self.arm not in self._readers:
+            scope = self._scope(self._selection.arm, self.arm)
+            names = self._needed(self._gates)
+            reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
+            if reader is not None:
+                self._progress(f"{self.arm}: captured earlier in {reader.name}")
+                self._readers[self.arm] = reader
+            else:
+                self._attempt = self._begin(self._selection, scope)
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if gate in self._deferred:
+            raise self._deferred[gate]
+        if attempt.failure is not None:
+            raise attempt.failure
+        with attempt.failing():
+            if not attempt.has(IDENTITY):
+                attempt.boot()
+                attempt.identity()
+                attempt.identity_poison(self._faults("identity"))
+            if gate in ("routing", "placement") and not attempt.has(ORACLE):
+                attempt.oracle([(name, claims) for claims in ("routing", "placement") for name in self._faults(claims)])
+            if gate == "parity":
+                self._capture_parity(attempt)
+            if gate == "nll" and not attempt.has(NLL):
+                self._capture_nll(attempt)
+            if all(attempt.has(name) for name in self._needed(self._gates)):
+                attempt.complete()
+        self._readers[self.arm] = Reader.open(attempt.path)
+
+    def _capture_parity(self, attempt: Attempt) -> None:
+        fault = self._reading_fault()
+        attempt.parity(PARITY, "forward")
+        attempt.parity(poisoned(PARITY, fault), "forward", fault=fault, prompts=PARITY_POISON_PROMPTS)
+        if "nll" in self._gates:
+            try:
+                self._capture_nll(attempt)
+            except KvqualError as error:
+                # It is nll's failure; parity is judged on what parity needs.
+                self._deferred["nll"] = error
+        attempt.stop(gone="nll" in self._deferred)
+        attempt.reference()
+        if "nll" in self._deferred:
+            attempt.fail(self._deferred["nll"])
+
+    def _capture_nll(self, attempt: Attempt) -> None:
+        fault = self._reading_fault()
+        attempt.nll(NLL)
+        attempt.nll(poisoned(NLL, fault), fault=fault, documents=self.study.nll.poison_documents)
+
+    # -- receipts ----------------------------------------------------------------------------------------------------
+
+    def _own_scope(self) -> Scope:
+        return self._scope(self._selection.arm, self.arm)
+
+    def _receipts(self) -> Receipts:
+        from pytest_kvqual.receipt.write import read_all
+
+        return read_all(self.run_dir, prefix=self._prefix)
+
+    def _above(self, gate: str) -> Standing:
+        from pytest_kvqual.judge.sequence import standing
+        from pytest_kvqual.receipt.write import disk_digests
+
+        found = self._receipts()
+        return standing(
+            self.study,
+            gate,
+            found.receipts,
+            self._own_scope(),
+            implementation=self._implementation,
+            digests=disk_digests(self.run_dir),
+            damaged=found.damaged,
+        )
+
+    def _stands(self, gate: str) -> Receipt | Refusal:
+        from pytest_kvqual.judge.sequence import own
+        from pytest_kvqual.receipt.write import disk_digests
+
+        found = self._receipts()
+        stands = own(
+            self.study,
+            gate,
+            found.receipts,
+            self._own_scope(),
+            implementation=self._implementation,
+            digests=disk_digests(self.run_dir),
+            damaged=found.damaged,
+        )
+        return next((receipt for receipt in found.receipts if receipt is stands), None) or cast("Refusal", stands)
+
+    def _stale(self) -> list[str]:
+        """One line for each gate that has receipts here, none of which counts."""
+        from pytest_kvqual.judge.sequence import Refusal
+
+        lines = []
+        for plan in self.study.gates:
+            found = self._stands(plan.name)
+            if isinstance(found, Refusal) and found.kind in ("stale", "damaged"):
+                lines.append(f"an earlier receipt counts no more: {found.line()}")
+        return lines
+
+    def _record(self, verdict: Verdict, above: Standing) -> Decision:
+        """The receipt of a verdict: the standing one where it says exactly this, else a new one."""
+        from pytest_kvqual.judge.sequence import Refusal
+        from pytest_kvqual.receipt.statement import build, encode
+        from pytest_kvqual.receipt.write import write
+
+        gate = verdict.gate
+        evidence = self._evidence(gate) if verdict.outcome is not Outcome.REFUSED else {}
+        statement = build(
+            verdict,
+            self._own_scope(),
+            order=1 + [plan.name for plan in self.study.gates].index(gate),
+            evidence=evidence,
+            requires={name: receipt.sha256 for name, receipt in above.receipts.items()},
+            implementation=self._implementation,
+        )
+        stands = self._stands(gate)
+        # A second receipt of the same content would make the receipts that rest on the first one stale.
+        if not isinstance(stands, Refusal) and encode(statement, attempt=stands.attempt) == stands.data:
+            return Decision(verdict=verdict, receipt=self.run_dir / stands.name)
+        return Decision(verdict=verdict, receipt=write(self.run_dir, statement, prefix=self._prefix))
+
+    def _evidence(self, gate: str) -> dict[str, str]:
+        """The digests of the files that a gate's verdict rests on, by ``BUNDLE/attempt-N/FILE``."""
+        found: dict[str, str] = {}
+        own = self._readers.get(self.arm)
+        if own is not None:
+            found |= {f"{own.name}/{name}": own.digests[name] for name in self._needed((gate,)) if own.has(name)}
+        for arm in self._control_arms():
+            reader = self._readers.get(_control_key(arm))
+            if reader is not None:
+                names = self._control_names(arm, (gate,))
+                found |= {f"{reader.name}/{name}": reader.digests[name] for name in names if reader.has(name)}
+        return found
+
+    def absent(self, gate: str, reason: str) -> Decision:
+        """The standing PASS of a gate that this run did not decide, else a new receipt that says why it did not."""
+        from pytest_kvqual.judge.sequence import Refusal
+
+        stands = self._stands(gate)
+        if isinstance(stands, Refusal):
+            earlier = () if stands.kind == "missing" else (stands.line(),)
+            verdict = Verdict(gate=gate, outcome=Outcome.REFUSED, figure=reason, findings=earlier)
+            return self._record(verdict, self._above(gate))
+        return Decision(verdict=stands.verdict, receipt=self.run_dir / stands.name, standing=True)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def summary(self) -> Sequence[str]:
+        """The share of the run's wall time in which an engine was busy, and how long each took to boot."""
+        wall_ns = max(1, monotonic_ns() - self._activity.begun_ns)
+        busy = 100 * self._activity.busy_ns / wall_ns
+        boots = ", ".join(f"{arm} {seconds:.1f} s" for arm, seconds in self._activity.boots) or "none"
+        return [f"engine busy {busy:.0f} %, idle {100 - busy:.0f} % of {wall_ns / 1e9:.0f} s; booted: {boots}"]
+
+    def close(self) -> None:
+        """Stop what runs. An attempt that lacks what this run planned is closed as failed, and says what is missing."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            missing = [name for name in self._needed(self._gates) if not attempt.has(name)]
+            attempt.fail(CaptureError(f"not captured: {', '.join(missing)}"))
+        self._claims.close()
+
+
+def _control_key(arm: Arm) -> str:
+    # A control under qualification has its null in an attempt of its own, like any other arm.
+    return f"control {arm.name}"
+
+
+def _refused(gate: str, above: Standing) -> Verdict:
+    lines = tuple(refusal.line() for refusal in above.refusals)
+    names = ", ".join(refusal.gate for refusal in above.refusals)
+    return Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"no standing receipt of {names}", findings=lines)
+
+
+def _outcome(error: KvqualError) -> Outcome:
+    """What an error of a gate's capture or judgement concludes: a capture that failed is the arm's failure."""
+    if isinstance(error, RefusedError):
+        return Outcome.REFUSED
+    return Outcome.FAIL if isinstance(error, CaptureError | ServerError) else Outcome.INCONCLUSIVE

@@ -74,8 +74,11 @@ class Campaign(Protocol):
     def run_dir(self) -> Path:
         """Where evidence and receipts go."""
 
-    def prepare(self) -> Sequence[str]:
+    def prepare(self, gates: Sequence[str]) -> Sequence[str]:
         """Check what must hold before a server boots; return one line for each earlier receipt that no longer counts.
+
+        Args:
+            gates: The gates that this run is about to decide, in order.
 
         Raises:
             KvqualError: the lock, the model, the engine or the disk is not what the study declares.

@@ -17,7 +17,6 @@ from pytest_kvqual.fixtures import arm, campaign, gate, study
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Options, Progress
-    from pytest_kvqual.session import QualificationSession
 
 __all__ = ["arm", "campaign", "gate", "study"]
 
@@ -33,14 +32,16 @@ _GATE_MODULE = re.compile(r"(?:^|/)qualification/test_\d\d_\w+\.py$")
 
 
 def _name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", text):
-        raise pytest.UsageError(f"found {text!r}, expected a name of letters, digits, '.', '_', '+' and '-'")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        raise pytest.UsageError(f"found {text!r}, expected a name of letters, digits, '.', '_' and '-'")
     return text
 
 
 def _prefix(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]*", text) or text.startswith("."):
-        raise pytest.UsageError(f"--prefix: found {text!r}, expected letters, digits, '.', '_' and '-', not first a dot")
+    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)?", text):
+        raise pytest.UsageError(
+            f"--prefix: found {text!r}, expected letters, digits, '.', '_' and '-' that begin with a letter or digit"
+        )
     return text
 
 

@@ -1,7 +1,7 @@
-"""What one pytest session that holds gates must do: order them, refuse what hides them, and never exit green without them.
+"""What one pytest session that holds gates must do: order them, refuse what hides them, never exit green without them.
 
-The object here is registered only when a gate is collected. It knows pytest and nothing of the domain: captures, judging
-and receipts are the campaign's (:mod:`pytest_kvqual.hooks`).
+The object here is registered only when a gate is collected. It knows pytest and nothing of the domain: captures,
+judging and receipts are the campaign's (:mod:`pytest_kvqual.hooks`).
 
 What pytest can hide, and the answer to each:
 
@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 PLUGIN_NAME = "kvqual-session"
 _session_key = pytest.StashKey["QualificationSession"]()
 
+_ONE_ATTEMPT = "a gate has no second attempt in one run"
+
 # (destination of the option, what the user typed, why not)
 _HIDING_OPTIONS: tuple[tuple[str, str, str], ...] = (
-    ("reruns", "--reruns", "a gate has no second attempt in one run"),
-    ("force_reruns", "--force-reruns", "a gate has no second attempt in one run"),
-    ("retries", "--retries", "a gate has no second attempt in one run"),
-    ("force_flaky", "--force-flaky", "a gate has no second attempt in one run"),
+    ("reruns", "--reruns", _ONE_ATTEMPT),
+    ("force_reruns", "--force-reruns", _ONE_ATTEMPT),
+    ("retries", "--retries", _ONE_ATTEMPT),
+    ("force_flaky", "--force-flaky", _ONE_ATTEMPT),
     ("flake_finder_enable", "--flake-finder", "a gate is decided once in one run"),
     ("lf", "--lf", "gates run in the study's order, not by an earlier run's failures"),
     ("failedfirst", "--ff", "gates run in the study's order, not by an earlier run's failures"),
@@ -110,9 +112,7 @@ def names_timing(expression: str) -> bool:
 def _subsets(words: frozenset[str]) -> Iterable[frozenset[str]]:
     ordered = sorted(words)[:8]
     return (
-        frozenset(chosen)
-        for size in range(len(ordered), -1, -1)
-        for chosen in itertools.combinations(ordered, size)
+        frozenset(chosen) for size in range(len(ordered), -1, -1) for chosen in itertools.combinations(ordered, size)
     )
 
 
@@ -213,8 +213,8 @@ class QualificationSession:
         study = self.campaign.study
         if study.platform != platform:
             raise pytest.UsageError(
-                f"-m {platform}: found the study {study.name!r} of platform {study.platform}, expected one of {platform}: "
-                f"give --study, or -m {study.platform}"
+                f"-m {platform}: found the study {study.name!r} of platform {study.platform}, expected one of "
+                f"{platform}: give --study, or -m {study.platform}"
             )
         plans = {plan.name: plan for plan in study.gates}
         for name, item in self._collected.items():
@@ -231,13 +231,12 @@ class QualificationSession:
         return self._campaign
 
     def select(self, items: list[pytest.Item]) -> None:
-        """Note what deselection left, put the gates into the study's order, and leave out timing that nobody asked for."""
+        """Note what deselection left, order the gates as the study does, and leave out timing that nobody asked for."""
         selected = set(items)
         self._selected = {name: item for name, item in self._collected.items() if item in selected}
         if self._campaign is None:
             return
         plans = {plan.name: plan for plan in self.campaign.study.gates}
-        order = {name: index for index, name in enumerate(plans)}
         unasked = {item for name, item in self._selected.items() if plans[name].timing and not self._timing}
         if unasked:
             self._config.hook.pytest_deselected(items=list(unasked))
@@ -245,9 +244,12 @@ class QualificationSession:
         items[:] = [item for item in items if item not in unasked]
         gates = set(self._selected.values())
         places = [index for index, item in enumerate(items) if item in gates]
-        names = sorted(self._selected, key=order.__getitem__)
-        for place, name in zip(places, names, strict=True):
+        for place, name in zip(places, self._in_order(), strict=True):
             items[place] = self._selected[name]
+
+    def _in_order(self) -> list[str]:
+        """The selected gates in the study's order."""
+        return [plan.name for plan in self.campaign.study.gates if plan.name in self._selected]
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class QualificationSession:
         if self._campaign is None:
             return
         try:
-            self._notices = list(self.campaign.prepare())
+            self._notices = list(self.campaign.prepare(self._in_order()))
         except KvqualError as error:
             raise pytest.UsageError(error.line()) from None
         self._started = True
@@ -265,7 +267,9 @@ class QualificationSession:
     def gate(self, item: pytest.Item) -> Gate:
         """The gate of one test."""
         if item.get_closest_marker("gate") is None:
-            pytest.fail("found a test without @pytest.mark.gate(NAME), expected the mark on a gate's test", pytrace=False)
+            pytest.fail(
+                "found no @pytest.mark.gate(NAME) on this test, expected it: `gate` is for gates", pytrace=False
+            )
         return Gate(self, _gate_name(item))
 
     def decide(self, name: str) -> Decision:
@@ -309,7 +313,7 @@ class QualificationSession:
         if decision is None:
             reason = "its test was skipped" if report.outcome == "skipped" else "its test passed without a decision"
             decision = self._absent(name, reason)
-        if decision is None or decision.verdict.outcome is not Outcome.PASS:
+        if not _passed(decision):
             report.outcome = "failed"
             report.longrepr = self._errors[-1] if decision is None else terminal.failure_line(decision)
             if hasattr(report, "wasxfail"):
@@ -362,10 +366,11 @@ class QualificationSession:
             if decision is None:
                 reason = self._reason(plan.name)
                 decision = self._absent(plan.name, reason)
-                if plan.name not in self._reasons and (decision is None or decision.verdict.outcome is not Outcome.PASS):
+                # A gate whose own test ended without a verdict is reported as failed already.
+                if plan.name not in self._reasons and not _passed(decision):
                     self._report_absent(plan.name, decision)
-            passed = passed and decision is not None and decision.verdict.outcome is Outcome.PASS
-        passed = passed and all(decision.verdict.outcome is Outcome.PASS for decision in self._decisions.values())
+            passed = passed and _passed(decision)
+        passed = passed and all(map(_passed, self._decisions.values()))
         if not passed and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         junit.add_properties(self._config, junit.properties(self.campaign.title, self._rows()))
@@ -403,6 +408,10 @@ class QualificationSession:
             terminalreporter.write_line(line)
 
 
+def _passed(decision: Decision | None) -> bool:
+    return decision is not None and decision.verdict.outcome is Outcome.PASS
+
+
 def _write_line(reporter: pytest.TerminalReporter, line: str) -> None:
     reporter.ensure_newline()
     reporter.write_line(line)
@@ -427,21 +436,19 @@ def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
             raise pytest.UsageError(f"found {typed} with gates, expected none: {why}")
     for name in config.option.plugins:
         if name in _RERUN_PLUGINS:
-            raise pytest.UsageError(f"found -p {name} with gates, expected none: a gate has no second attempt in one run")
+            raise pytest.UsageError(f"found -p {name} with gates, expected none: {_ONE_ATTEMPT}")
     for name in ("reruns", "retries"):
         try:
             value = config.getini(name)
         except (KeyError, ValueError):
             continue
         if value and str(value) != "0":
-            raise pytest.UsageError(
-                f"found the setting {name} = {value} with gates, expected none: a gate has no second attempt in one run"
-            )
+            raise pytest.UsageError(f"found the setting {name} = {value} with gates, expected none: {_ONE_ATTEMPT}")
     if config.getoption("numprocesses", None) or config.getoption("tx", None):
         raise pytest.UsageError("found -n with gates, expected one process: run gates without -n")
     for item in items:
         for mark in _RERUN_MARKS:
             if item.get_closest_marker(mark) is not None:
                 raise pytest.UsageError(
-                    f"{item.nodeid}: found the mark {mark!r} on a gate, expected none: a gate has no second attempt in one run"
+                    f"{item.nodeid}: found the mark {mark!r} on a gate, expected none: {_ONE_ATTEMPT}"
                 )

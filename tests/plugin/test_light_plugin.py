@@ -16,10 +16,12 @@ BUDGET_S = 0.060
 
 
 def environment() -> dict[str, str]:
+    """Ours, with no plugin but those that a command names."""
     return {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 
 
 def help_seconds(*args: str) -> float:
+    """Seconds of one ``pytest --help``."""
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "pytest", "--help", *args],
@@ -31,7 +33,7 @@ def help_seconds(*args: str) -> float:
 
 
 @pytest.mark.parametrize("module", ["pytest_kvqual.plugin", "pytest_kvqual.session", "pytest_kvqual.cli"])
-def test_no_heavy_import(module):
+def test_no_heavy_import(module: str) -> None:
     """Neither the plugin, nor the session of a run with gates, nor the command line imports a heavy package."""
     program = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     result = subprocess.run(
@@ -40,7 +42,7 @@ def test_no_heavy_import(module):
     assert result.stdout.strip() == "[]"
 
 
-def test_a_run_without_gates_loads_no_session(pytester, monkeypatch):
+def test_a_run_without_gates_loads_no_session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ordinary test run with the plugin has neither the session's module nor a heavy one in sys.modules."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     names = (*HEAVY, "pytest_kvqual.session", "pytest_kvqual.campaign")
@@ -51,8 +53,10 @@ def test_a_run_without_gates_loads_no_session(pytester, monkeypatch):
     result.assert_outcomes(passed=1)
 
 
-def test_help_starts_no_process_and_names_the_options(pytester, monkeypatch):
-    """pytest --help lists the options and starts nothing."""
+def test_help_starts_no_process_and_names_the_options(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of ``pytest --help`` names the options, and nothing is started."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     guard = (
         "import subprocess, os\n"
@@ -68,7 +72,7 @@ def test_help_starts_no_process_and_names_the_options(pytester, monkeypatch):
     )
 
 
-def test_help_overhead():
+def test_help_overhead() -> None:
     """The median of paired runs of pytest --help, with the plugin and without, differs by less than 60 ms."""
     differences = []
     for _ in range(9):

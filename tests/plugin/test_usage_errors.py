@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.plugin.conftest import Runner
 
 pytest_plugins = ["pytester"]
 USAGE = pytest.ExitCode.USAGE_ERROR
 
 
-def expect(gates, args, text):
+def expect(gates: Runner, args: list[str], text: str) -> None:
+    """The run is refused in one line with ``text`` in it, and left no receipt."""
     result = gates.run(*args)
     assert result.ret == USAGE
     errors = [line for line in result.stderr.lines if line.startswith("ERROR")]
-    assert len(errors) == 1 and text in errors[0]
+    assert len(errors) == 1
+    assert text in errors[0]
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
     assert not (gates.run_dir / "receipts").exists()
 
@@ -35,7 +41,7 @@ def expect(gates, args, text):
         (["-m", "cpu", "-p", "pytest_rerunfailures"], "found -p pytest_rerunfailures with gates, expected none"),
     ],
 )
-def test_refused(gates, args, text):
+def test_refused(gates: Runner, args: list[str], text: str) -> None:
     """The line says what was found and what was expected."""
     if "pytest_rerunfailures" in args:
         pytest.importorskip("pytest_rerunfailures")
@@ -53,12 +59,12 @@ def test_refused(gates, args, text):
         (["--run-dir", ""], "--run-dir: found an empty text, expected a folder"),
     ],
 )
-def test_options_check_themselves(gates, args, text):
+def test_options_check_themselves(gates: Runner, args: list[str], text: str) -> None:
     """An option's text is checked where it is read."""
     expect(gates, ["qualification", "-m", "cpu", *args], text)
 
 
-def test_no_gpu(gates, monkeypatch):
+def test_no_gpu(gates: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """-m gpu on a host without a GPU is one line."""
     if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists():
         pytest.fail("this host has a GPU: deselect this test here")
@@ -66,7 +72,7 @@ def test_no_gpu(gates, monkeypatch):
     expect(gates, ["qualification", "-m", "gpu"], "-m gpu: found no GPU")
 
 
-def test_platform_of_the_study(gates, monkeypatch):
+def test_platform_of_the_study(gates: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU study under -m gpu is refused by name."""
     smi = gates.pytester.path / "nvidia-smi"
     smi.write_text("#!/bin/sh\n")
@@ -75,31 +81,31 @@ def test_platform_of_the_study(gates, monkeypatch):
     expect(gates, ["qualification", "-m", "gpu"], "-m gpu: found the study 'fake' of platform cpu")
 
 
-def test_lock(gates):
+def test_lock(gates: Runner) -> None:
     """An error of the lock stops the run before the first test."""
     gates.verdicts(prepare="lock")
     expect(gates, ["qualification", "-m", "cpu"], "lock.json: found digest aa, expected bb (run kvqual freeze)")
 
 
-def test_unknown_gate(gates):
+def test_unknown_gate(gates: Runner) -> None:
     """A gate that the study does not declare is refused by name."""
     gates.module(2, "speed", "import pytest\n@pytest.mark.cpu\n@pytest.mark.gate('speed')\ndef test_s(gate): pass\n")
     expect(gates, ["qualification", "-m", "cpu"], "found the gate 'speed', expected one of the study's: identity")
 
 
-def test_gate_twice(gates):
+def test_gate_twice(gates: Runner) -> None:
     """Two tests of one gate are refused."""
     gates.module(2, "again", "import pytest\n@pytest.mark.gate('parity')\ndef test_s(gate): pass\n")
     expect(gates, ["qualification", "-m", "cpu"], "gate parity: found ")
 
 
-def test_gate_mark_without_a_name(gates):
+def test_gate_mark_without_a_name(gates: Runner) -> None:
     """The mark needs the gate's name."""
     gates.module(2, "again", "import pytest\n@pytest.mark.gate\ndef test_s(gate): pass\n")
     expect(gates, ["qualification", "-m", "cpu"], "expected @pytest.mark.gate(NAME)")
 
 
-def test_flaky_mark(gates):
+def test_flaky_mark(gates: Runner) -> None:
     """A rerun mark on a gate is refused."""
     text = "import pytest\n@pytest.mark.flaky(reruns=3)\n@pytest.mark.gate('parity')\ndef test_s(gate): pass\n"
     gates.module(7, "parity", text)
@@ -107,7 +113,7 @@ def test_flaky_mark(gates):
     expect(gates, ["qualification", "-m", "cpu"], "found the mark 'flaky' on a gate")
 
 
-def test_xdist(gates):
+def test_xdist(gates: Runner) -> None:
     """-n with gates stops in one line before the first test."""
     pytest.importorskip("xdist")
     result = gates.run("qualification", "-m", "cpu", "-p", "xdist", "-n", "2", subprocess=True)
@@ -116,7 +122,7 @@ def test_xdist(gates):
     assert not (gates.run_dir / "receipts").exists()
 
 
-def test_xdist_elsewhere(gates):
+def test_xdist_elsewhere(gates: Runner) -> None:
     """A gate in a folder of another name fails in each worker, in one line."""
     pytest.importorskip("xdist")
     gates.folder.rename(gates.pytester.path / "mine")
@@ -125,7 +131,7 @@ def test_xdist_elsewhere(gates):
     result.stdout.fnmatch_lines(["*found a worker of -n, expected one process*"])
 
 
-def test_gate_fixture_without_a_gate(gates):
+def test_gate_fixture_without_a_gate(gates: Runner) -> None:
     """The fixture in an ordinary test says what it is for."""
     gates.pytester.makepyfile("def test_a(gate): pass")
     result = gates.run("test_gate_fixture_without_a_gate.py")

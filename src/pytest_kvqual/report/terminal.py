@@ -20,7 +20,7 @@ _HEADER = ("gate", "verdict", "figure", "null", "faults", "receipt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One gate in the table. ``decision`` is None for a gate that this run was not asked to decide; ``note`` says why."""
+    """One gate in the table. ``decision`` is None for a gate that nobody decided; ``note`` says why."""
 
     gate: str
     decision: Decision | None
@@ -31,16 +31,15 @@ class Row:
 def failure_line(decision: Decision) -> str:
     """One line for a failed gate: verdict, figure, first finding, receipt."""
     verdict = decision.verdict
-    finding = f": {_one_line(verdict.findings[0])}" if verdict.findings and verdict.findings[0] != verdict.figure else ""
+    first = next(iter(verdict.findings), verdict.figure)
+    finding = f": {_one_line(first)}" if first != verdict.figure else ""
     receipt = min(str(decision.receipt), os.path.relpath(decision.receipt), key=len)
     return f"{verdict.gate}: {verdict.outcome.value}: {_one_line(verdict.figure)}{finding} [{receipt}]"
 
 
-def rows(
-    plans: Iterable[GatePlan], decisions: Mapping[str, Decision], *, timing: bool, run_dir: Path
-) -> list[Row]:
+def rows(plans: Iterable[GatePlan], decisions: Mapping[str, Decision], *, timing: bool, run_dir: Path) -> list[Row]:
     """One row for each gate of the study, in its order."""
-    table = []
+    found = []
     for plan in plans:
         decision = decisions.get(plan.name)
         if decision is not None:
@@ -52,16 +51,19 @@ def rows(
         else:
             note = "no receipt"
         receipt = "" if decision is None else os.path.relpath(decision.receipt, run_dir)
-        table.append(Row(gate=plan.name, decision=decision, note=note, receipt=receipt))
-    return table
+        found.append(Row(gate=plan.name, decision=decision, note=note, receipt=receipt))
+    return found
 
 
-def lines(
-    table: Sequence[Row], *, notices: Sequence[str], summary: Sequence[str], run_dir: Path
-) -> list[str]:
+def table(entries: Sequence[Row]) -> list[str]:
+    """The table alone."""
+    return _aligned([_HEADER, *(_cells(row) for row in entries)])
+
+
+def lines(entries: Sequence[Row], *, notices: Sequence[str], summary: Sequence[str], run_dir: Path) -> list[str]:
     """The whole section: the table, one line for each finding, notices, and the summary."""
-    out = _aligned([_HEADER, *(_cells(row) for row in table)])
-    for row in table:
+    out = table(entries)
+    for row in entries:
         if row.decision is None:
             continue
         findings = row.decision.verdict.findings
@@ -79,19 +81,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         return (row.gate, "-", row.note, "-", "-", "-")
     verdict = row.decision.verdict
     figure = _one_line(verdict.figure) + (f" ({row.note})" if row.note else "")
-    if verdict.null is None:
-        null = "-"
-    else:
-        null = "passed" if verdict.null.passed else "FAILED"
+    null = "-" if verdict.null is None else "passed" if verdict.null.passed else "FAILED"
     faults = f"{verdict.faults_caught}/{verdict.faults_seeded}" if verdict.poison else "-"
     return (row.gate, verdict.outcome.value, figure, null, faults, row.receipt)
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-    ]
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
 def _one_line(text: str) -> str:

@@ -1,0 +1,369 @@
+"""One attempt of one arm: a bundle of evidence, the server it comes from, and what is captured from it.
+
+What is captured, under which names; nothing here knows a gate's rule. A failed attempt is closed as failed and stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal
+
+from pytest_kvqual._clock import monotonic_ns
+from pytest_kvqual.errors import CaptureError, KvqualError
+
+if TYPE_CHECKING:
+    from pytest_kvqual.evidence.bundle import Bundle
+    from pytest_kvqual.evidence.records import Scope
+    from pytest_kvqual.hooks import Progress
+    from pytest_kvqual.server.process import Server
+    from pytest_kvqual.study.model import Arm, Selection
+    from pytest_kvqual.study.panels import Panel
+
+IDENTITY, IDENTITY_POISON = "identity.json", "identity-poison.json"
+ORACLE = "oracle.json"
+PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
+NLL, NLL_AGAIN = "nll.jsonl", "nll-again.jsonl"
+SERVER_LOG, REFERENCE_LOG, REFERENCE_CONFIG = "server.log", "reference.log", "reference-config.json"
+
+PROGRESS_S: Final = 10.0
+"""Least time between two lines about one step, in seconds."""
+
+
+def poisoned(name: str, fault: str) -> str:
+    """The file of a capture under a planted fault: ``nll.jsonl`` -> ``nll-poison-FAULT.jsonl``."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-poison-{fault}{dot}{suffix}"
+
+
+def python_of(arm: Arm) -> Path:
+    """The arm's interpreter: its own, or the one that runs pytest."""
+    return arm.interpreter if arm.interpreter is not None else Path(sys.executable)
+
+
+def load_task_panel(selection: Selection, task: str) -> Panel:
+    """The panel of a task at the selection's length; parity has one for all lengths.
+
+    Raises:
+        StudyError: The panel is missing, malformed or another's.
+    """
+    from pytest_kvqual.study.panels import load_panel
+
+    model, length = selection.study.model, selection.length
+    by_length = task != "parity"
+    return load_panel(
+        length.panels[task] if by_length else selection.study.parity.panel,
+        task=task,
+        length=length.tokens if by_length else None,
+        vocabulary=model.vocabulary,
+        tokenizer=model.files.get("tokenizer.json"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Activity:
+    """What the engines did with the time of a run: (arm, seconds to boot), and nanoseconds in engine steps."""
+
+    begun_ns: int = field(default_factory=monotonic_ns)
+    busy_ns: int = 0
+    boots: list[tuple[str, float]] = field(default_factory=list)
+
+
+class Attempt:
+    """One attempt, from its first file to its outcome. A context manager: an exception inside closes it as failed.
+
+    Args:
+        selection: The arm at one length.
+        scope: What the evidence is about.
+        run_dir: The run directory.
+        prefix: Prefix of the bundle's folder.
+        model: The verified model folder.
+        progress: Takes one line about a long step.
+        activity: Receives boot and busy times.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        scope: Scope,
+        *,
+        run_dir: Path,
+        prefix: str,
+        model: Path,
+        progress: Progress,
+        activity: Activity,
+    ) -> None:
+        from pytest_kvqual.evidence.bundle import Bundle
+
+        self._selection = selection
+        self._model = model
+        self._progress = progress
+        self._activity = activity
+        self._label = scope.arm
+        self._server: Server | None = None
+        self._closed = False
+        self.failure: KvqualError | None = None
+        self._bundle: Bundle = Bundle.create(run_dir, scope, prefix=prefix)
+
+    @property
+    def path(self) -> Path:
+        """The attempt's folder."""
+        return self._bundle.path
+
+    @property
+    def name(self) -> str:
+        """The attempt's folder below ``evidence``."""
+        return self._bundle.name
+
+    def has(self, name: str) -> bool:
+        """Whether a file of that name is sealed."""
+        return name in self._bundle.digests
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        else:
+            self.complete()
+
+    # -- the life of the server --------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """Start the arm's server.
+
+        Raises:
+            ServerError: It did not start, or can be reached from another host.
+        """
+        from pytest_kvqual.server.command import serve_command, worker_config
+        from pytest_kvqual.server.process import Server, Timeouts, free_port
+        from pytest_kvqual.study.panels import selected_scales
+
+        selection, engine = self._selection, self._selection.study.engine
+        self._say("booting")
+        port = free_port()
+        command = serve_command(
+            selection,
+            model=self._model,
+            port=port,
+            worker_config=worker_config(selection, model=self._model, v_scales=selected_scales(selection)),
+            python=python_of(selection.arm),
+            inherited=os.environ,
+        )
+        self._server = Server.start(
+            command, port=port, log=self.path / SERVER_LOG, timeouts=Timeouts(boot_s=engine.boot_timeout_s)
+        )
+        self._activity.boots.append((self._label, self._server.boot_s))
+        self._say(f"booted in {self._server.boot_s:.0f} s")
+
+    def stop(self, *, gone: bool = False) -> None:
+        """End the server, and seal its log. Idempotent.
+
+        Args:
+            gone: A server that ended by itself is known already, and no error.
+
+        Raises:
+            ServerError: The server had ended by itself before, or a process of it is still there.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return
+        try:
+            if not gone:
+                server.check()
+            if server.alive():
+                self._count_activity(server)
+        finally:
+            server.stop()
+        self._bundle.seal(SERVER_LOG)
+
+    def complete(self) -> None:
+        """Stop the server and close the attempt: all that was planned was captured."""
+        if self._closed:
+            return
+        self.stop()
+        self._closed = True
+        self._bundle.complete()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the server and close the attempt as failed. Never raises: the failure at hand is the one to report."""
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(error, KvqualError):
+            self.failure = error
+        else:
+            self.failure = CaptureError(f"interrupted by {type(error).__name__}: {error}")
+        with suppress(KvqualError):
+            if self._server is not None:
+                server, self._server = self._server, None
+                with suppress(KvqualError):
+                    self._count_activity(server)
+                server.stop()
+                self._bundle.seal(SERVER_LOG)
+        with suppress(KvqualError):
+            self._bundle.fail(self.failure.line())
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Close the attempt as failed when the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _count_activity(self, server: Server) -> None:
+        from pytest_kvqual.server import rpc
+
+        ranks = rpc.call(server.base_url, "kvqual_activity", timeout_s=10.0)
+        busy = [rank["busy_ns"] for rank in ranks if isinstance(rank, dict)]
+        # Ranks step together: the busiest one is the engine.
+        self._activity.busy_ns += max((value for value in busy if isinstance(value, int)), default=0)
+
+    def _live(self) -> Server:
+        if self._server is None:
+            raise CaptureError(f"{self._label}: found no running server, expected one: the attempt is over")
+        return self._server
+
+    def _call(self, method: str, *args: object) -> list[object]:
+        from pytest_kvqual.server import rpc
+
+        timeout_s = self._selection.study.engine.request_timeout_s
+        return rpc.call(self._live().base_url, method, *args, timeout_s=timeout_s)
+
+    # -- captures ----------------------------------------------------------------------------------------------------
+
+    def identity(self) -> None:
+        """What the server is, as its workers and the operating system see it: ``identity.json``."""
+        self._say("identity")
+        self._bundle.write(IDENTITY, self._observed())
+
+    def identity_poison(self, faults: Sequence[str]) -> None:
+        """The same reading under each planted fault: ``identity-poison.json``."""
+        entries = []
+        for number, fault in enumerate(faults, start=1):
+            self._say(f"identity, seeded faults {number}/{len(faults)}")
+            with self._planted(fault):
+                entries.append({"fault": fault, "identity": self._observed()})
+        self._bundle.write(IDENTITY_POISON, {"schema": 1, "poison": entries})
+
+    def _observed(self) -> dict[str, object]:
+        return {
+            "schema": 1,
+            "arm": self._selection.arm.name,
+            "ranks": self._call("kvqual_identity"),
+            "sockets": [[it.address, it.port] for it in self._live().sockets()],
+        }
+
+    def oracle(self, faults: Sequence[tuple[str, str]]) -> None:
+        """One pass of the oracle panel, healthy, then one under each fault (name, gate that claims it)."""
+        from pytest_kvqual.capture.oracle import capture_oracle
+
+        panel = load_task_panel(self._selection, "oracle")
+        study = self._selection.study
+
+        def one(fault: str | None, what: str) -> dict[str, object]:
+            return capture_oracle(
+                self._live(),
+                panel,
+                fault=fault,
+                model=study.model.name,
+                schedule=study.schedule,
+                wave_size=self._selection.length.wave_size,
+                timeout_s=study.engine.request_timeout_s,
+                progress=self._steps(what),
+            )
+
+        healthy = one(None, "oracle")
+        entries = []
+        for number, (fault, gate) in enumerate(faults, start=1):
+            found = one(fault, f"oracle, seeded faults {number}/{len(faults)},")
+            entries.append(
+                {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
+            )
+        self._bundle.write(
+            ORACLE, {"schema": 1, "healthy": healthy["records"], "wave": healthy["responses"], "poison": entries}
+        )
+
+    def parity(
+        self, name: str, order: Literal["forward", "reverse"], *, fault: str | None = None, prompts: int | None = None
+    ) -> None:
+        """Greedy answers to the parity panel, one prompt at a time, or to its first ``prompts`` under a fault."""
+        from pytest_kvqual.capture.quality import capture_parity
+
+        panel = load_task_panel(self._selection, "parity")
+        panel = replace(panel, items=panel.items[:prompts])
+        study = self._selection.study
+        what = f"parity ({order})" if fault is None else "parity, seeded fault,"
+        with self._planted(fault), self._bundle.stream(name) as writer:
+            capture_parity(
+                self._live(),
+                panel,
+                writer,
+                model=study.model.name,
+                order=order,
+                timeout_s=study.engine.request_timeout_s,
+                progress=self._steps(what),
+            )
+
+    def nll(self, name: str, *, fault: str | None = None, documents: int | None = None) -> None:
+        """The raw loss of each forced target of the nll panel, or of its first ``documents`` under a fault."""
+        from pytest_kvqual.capture.quality import capture_nll
+
+        panel = load_task_panel(self._selection, "nll")
+        study = self._selection.study
+        what = "nll" if fault is None else "nll, seeded fault,"
+        with self._planted(fault), self._bundle.stream(name) as writer:
+            capture_nll(
+                self._live(),
+                panel,
+                writer,
+                model=study.model.name,
+                schedule=study.schedule,
+                wave_size=self._selection.length.wave_size,
+                timeout_s=study.engine.request_timeout_s,
+                documents=documents,
+                progress=self._steps(what),
+            )
+
+    @contextmanager
+    def _planted(self, fault: str | None) -> Iterator[None]:
+        """The fault is in the server's worker inside the block, and taken back whatever happens in it."""
+        if fault is None:
+            yield
+            return
+        self._call("kvqual_plant", fault)
+        try:
+            yield
+        except BaseException:
+            with suppress(KvqualError):
+                self._call("kvqual_unplant")
+            raise
+        self._call("kvqual_unplant")
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._progress(f"{self._label}: {text}")
+
+    def _steps(self, what: str) -> Callable[[int, int], None]:
+        """Takes (done, total) and says so at the end, and in between not more often than a reader can follow."""
+        last_ns = monotonic_ns()
+
+        def step(done: int, total: int) -> None:
+            nonlocal last_ns
+            now = monotonic_ns()
+            if done == total or now - last_ns >= PROGRESS_S * 1e9:
+                last_ns = now
+                self._say(f"{what} {done}/{total}")
+
+        return step
