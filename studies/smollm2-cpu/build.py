@@ -5,10 +5,10 @@
 ``FOLDER`` is the model folder that ``kvqual model`` leaves. ``FILE`` is the King James text as Debian's ``bible-kjv``
 prints it, one verse a line (``bible -f 'gen1:1-rev22:21' > FILE``); without ``--bible`` that program is run.
 
-Panels are cut from two streams of token ids: the topics of CPython's ``pydoc_data`` and the King James text. Each window
-is taken once, in the order of :func:`build_panels`; a window that shares a run of :data:`RUN` tokens with an earlier one
-is moved on until it shares none (both texts repeat themselves). So no two items overlap, within a panel or across panels,
-and the calibration text of the scales overlaps none of them.
+Panels are cut from two streams of token ids: the topics of CPython's ``pydoc_data`` and the King James text. Each
+window is taken once, in the order of :func:`build_panels`; a window that shares a run of :data:`RUN` tokens with an
+earlier one is moved on until it shares none (both texts repeat themselves). So no two items overlap, within a panel or
+across panels, and the calibration text of the scales overlaps none of them.
 
 A source whose digest is not the one in :data:`SOURCES` is refused: its panels would be another study.
 """
@@ -24,7 +24,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -53,8 +53,8 @@ CALIBRATION = (("cpython", 1024), ("kjv", 1024), ("cpython", 1024), ("kjv", 1024
 # tokens are too few for thirty-two documents of 8,320.
 DOCUMENTS = {8192: (("cpython", 6), ("kjv", 26)), 1024: (("cpython", 16), ("kjv", 16))}
 
-# (prompt tokens, max_tokens): one token, and each side of a multiple of the block size 128. 127, 255 and 383 fill a block
-# with their first decode step, 128 and 256 open one, and the finishing steps differ, so that the batch shrinks in between.
+# (prompt tokens, max_tokens): one token, and each side of a multiple of the block size 128. 127, 255 and 383 fill a
+# block with their first decode step, 128 and 256 open one; finishing steps differ, so that the batch shrinks between.
 ORACLE = ((1, 5), (17, 9), (127, 7), (128, 4), (129, 11), (200, 3), (255, 12), (256, 6), (257, 14), (383, 8))
 ORACLE_LONG = {1024: (1000, 10), 8192: (8000, 10)}
 
@@ -71,8 +71,7 @@ QUESTIONS = (
     "Write a Python function that returns the larger of two numbers.",
     "Give a synonym of each word: quick, bright, silent.",
     "Which is heavier, a kilogram of iron or a kilogram of feathers? Explain your answer.",
-    "Summarise in one line: The committee met on Tuesday, heard four reports, and put off the vote on the new bridge "
-    "until the engineers had measured the river bed again.",
+    "Summarise in one line: The committee met on Tuesday, and put off the vote until the engineers had reported.",
     "Complete the list: Monday, Tuesday, Wednesday,",
     "Write a two-line poem about a lamp.",
     "How do I boil an egg so that the yolk stays soft?",
@@ -81,8 +80,7 @@ QUESTIONS = (
     "A box holds four red balls and six blue ones. What is the probability that a ball drawn at random is red?",
     "Write the names of the four seasons, one on each line.",
     "What does this program print?\n\nfor i in range(3):\n    print(i * i)\n",
-    "Describe the difference between a list and a tuple in Python. Say when each of them is the better choice, "
-    "and give one short example of each.",
+    "Describe the difference between a list and a tuple in Python, and give one short example of each.",
 )
 
 
@@ -133,13 +131,13 @@ class Stream:
         self.seen = seen
         self.at = 0
 
-    def take(self, count: int, accept: Callable[[Sequence[int]], bool] = lambda window: True) -> list[int]:
-        """The next ``count`` ids that share no run with an earlier window and that ``accept`` admits."""
+    def take(self, count: int, *, not_first: Collection[int] = ()) -> list[int]:
+        """The next ``count`` ids that share no run with an earlier window and do not begin with ``not_first``."""
         while self.at + count <= len(self.ids):
             window = list(self.ids[self.at : self.at + count])
             runs = [tuple(window[i : i + RUN]) for i in range(max(1, count - RUN + 1))]
             shared = [i for i, run in enumerate(runs) if run in self.seen]
-            if not shared and accept(window):
+            if not shared and window[0] not in not_first:
                 self.seen.update(runs)
                 self.at += count
                 return window
@@ -168,8 +166,8 @@ def build_panels(model: Path, streams: dict[str, Stream], encode: Callable[[str]
         # In turn, so that a panel's first documents, on which faults are judged, come from both texts.
         turns = sorted((turn, name) for name, count in shares for turn in range(count))
         documents = [streams[name].take(length + DECODE) for _, name in turns]
-        rows = [
-            # The first target is forced at prefill, from the logits of the prompt's last token; 128 cached steps follow.
+        rows: list[dict[str, object]] = [
+            # The first target is forced at prefill, from the logits of the prompt's last token; DECODE steps follow.
             {"id": f"doc-{i:02d}", "prompt": ids[: length - 1], "targets": ids[length - 1 :]}
             for i, ids in enumerate(documents)
         ]
@@ -177,15 +175,15 @@ def build_panels(model: Path, streams: dict[str, Stream], encode: Callable[[str]
 
     for length, long in ORACLE_LONG.items():
         first: set[int] = set()
-        rows = []
+        requests: list[dict[str, object]] = []
         for i, (tokens, steps) in enumerate((*ORACLE, long)):
             # K and V at position 0 depend on the first token alone: it differs between requests, or an output that came
             # from another request's first position could not be told apart.
             stream = streams["cpython" if i % 2 else "kjv"]
-            prompt = stream.take(tokens, lambda window, first=first: window[0] not in first)  # type: ignore[misc]
+            prompt = stream.take(tokens, not_first=first)
             first.add(prompt[0])
-            rows.append({"id": f"r{i:02d}-{tokens}", "prompt": prompt, "max_tokens": steps})
-        write(HERE / f"panels/oracle-{length}.json", head("oracle", length, "cpython", "kjv"), "items", rows)
+            requests.append({"id": f"r{i:02d}-{tokens}", "prompt": prompt, "max_tokens": steps})
+        write(HERE / f"panels/oracle-{length}.json", head("oracle", length, "cpython", "kjv"), "items", requests)
 
     from transformers import AutoTokenizer
 
@@ -196,8 +194,8 @@ def build_panels(model: Path, streams: dict[str, Stream], encode: Callable[[str]
         prompts.append(encode(chat.apply_chat_template(message, add_generation_prompt=True, tokenize=False)))
     for i, tokens in enumerate(PARITY_EXCERPTS):
         prompts.append(streams["kjv" if i % 2 else "cpython"].take(tokens))
-    rows = [{"id": f"p{i:02d}", "prompt": ids, "max_tokens": PARITY_TOKENS} for i, ids in enumerate(prompts)]
-    write(HERE / "panels/parity.json", head("parity", None, "cpython", "kjv", "own"), "items", rows)
+    parity = [{"id": f"p{i:02d}", "prompt": ids, "max_tokens": PARITY_TOKENS} for i, ids in enumerate(prompts)]
+    write(HERE / "panels/parity.json", head("parity", None, "cpython", "kjv", "own"), "items", parity)
 
 
 def round_up(value: float, bits: int) -> float:
