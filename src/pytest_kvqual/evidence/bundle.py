@@ -233,6 +233,8 @@ class Bundle:
     def _seal(self, name: str, *, expected: str | None) -> str:
         path = self._path / name
         with self._lock:
+            # A stream may have been open when the attempt was closed.
+            self._refuse_closed(name)
             if name in self._digests:
                 raise EvidenceError(f"cannot seal {path}: it is sealed already", advice="give each file its own name")
             found, size = _hash_regular(path)
@@ -347,14 +349,16 @@ def _hash_regular(path: Path) -> tuple[str, int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise EvidenceError(f"cannot seal {path}: {error.strerror}", advice="its writer left no such file") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise EvidenceError(f"cannot seal {path}: found no regular file")
-        with _writing(path):
-            os.fsync(descriptor)
         state = hashlib.sha256()
         size = 0
-        while chunk := file.read(1 << 20):
-            state.update(chunk)
-            size += len(chunk)
+        with _writing(path):
+            os.fsync(descriptor)
+            while chunk := os.read(descriptor, 1 << 20):
+                state.update(chunk)
+                size += len(chunk)
+    finally:
+        os.close(descriptor)
     return state.hexdigest(), size
