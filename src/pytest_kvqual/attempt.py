@@ -154,7 +154,8 @@ class Attempt:
             selection,
             model=self._model,
             port=port,
-            worker_config=worker_config(selection, model=self._model, v_scales=selected_scales(selection)),
+            worker_config=worker_config(selection, model=self._model, v_scales=selected_scales(selection))
+            | {"distribution": engine.distribution},  # TEMP
             python=python_of(selection.arm),
             inherited=os.environ,
         )

@@ -103,7 +103,7 @@ class Campaign:
         progress: Progress,
         label: str | None = None,
     ) -> None:
-        self._selection = selection
+        self.selection: Selection = selection
         self.study: Study = selection.study
         self.arm: str = label or selection.arm.name
         self.run_dir = run_dir
@@ -124,8 +124,8 @@ class Campaign:
     def title(self) -> str:
         """Arm, length and pool size."""
         return (
-            f"{self.arm} of {self.study.name} at length {self._selection.length.tokens}, "
-            f"{self._selection.cache_bytes} cache bytes"
+            f"{self.arm} of {self.study.name} at length {self.selection.length.tokens}, "
+            f"{self.selection.cache_bytes} cache bytes"
         )
 
     # -- before a server boots ---------------------------------------------------------------------------------------
@@ -184,8 +184,8 @@ class Campaign:
             self._scopes[name] = Scope(
                 lock=self._lock,
                 arm=name,
-                length=self._selection.length.tokens,
-                cache_bytes=self._selection.cache_bytes,
+                length=self.selection.length.tokens,
+                cache_bytes=self.selection.cache_bytes,
                 engine=digest(engine_identity(self.study, python_of(arm))),
             )
         return self._scopes[name]
@@ -226,9 +226,9 @@ class Campaign:
         poison = self._own().document(IDENTITY_POISON)["poison"]
         return identity.judge(
             self.study,
-            self._selection.arm.name,
-            cache_bytes=self._selection.cache_bytes,
-            scales=selected_scales(self._selection),
+            self.selection.arm.name,
+            cache_bytes=self.selection.cache_bytes,
+            scales=selected_scales(self.selection),
             candidate=self._own().document(IDENTITY),
             null=self._null().document(IDENTITY),
             poison=poison if isinstance(poison, list) else [],
@@ -261,7 +261,7 @@ class Campaign:
         fault = self._reading_fault()
         return parity.judge(
             self.study,
-            load_task_panel(self._selection, "parity"),
+            load_task_panel(self.selection, "parity"),
             http=self._own().records(PARITY),
             reference=self._own().records(REFERENCE),
             null=(self._null().records(PARITY), self._null().records(PARITY_REVERSE)),
@@ -275,12 +275,12 @@ class Campaign:
         fault = self._reading_fault()
         return nll.judge(
             self.study,
-            load_task_panel(self._selection, "nll"),
+            load_task_panel(self.selection, "nll"),
             candidate=self._own().records(NLL),
             controls={arm.name: self._readers[_control_key(arm)].records(NLL) for arm in self._control_arms()},
             null=(self._null().records(NLL), self._null().records(NLL_AGAIN)),
             poison={fault: self._own().records(poisoned(NLL, fault))},
-            arm=self._selection.arm.name,
+            arm=self.selection.arm.name,
             faults=(fault,),
         )
 
@@ -291,7 +291,7 @@ class Campaign:
 
     def _control_arms(self) -> tuple[Arm, ...]:
         """The controls to capture: the null's always, the others where losses are compared."""
-        others = tuple(arm for arm in self.study.controls() if arm.name != self._selection.arm.name)
+        others = tuple(arm for arm in self.study.controls() if arm.name != self.selection.arm.name)
         return (self._null_arm(), *(arm for arm in others if arm != self._null_arm() and "nll" in self._gates))
 
     def _faults(self, gate: str) -> tuple[str, ...]:
@@ -305,12 +305,12 @@ class Campaign:
             # Without scales there is none to drop.
             fault
             for fault in FAULTS.values()
-            if fault.name != "v-scale-dropped-on-read" or self._selection.arm.scales is not None
+            if fault.name != "v-scale-dropped-on-read" or self.selection.arm.scales is not None
         )
 
     def _reading_fault(self) -> str:
         """A fault of the read path, so that answers and losses must change."""
-        return "v-scale-dropped-on-read" if self._selection.arm.scales is not None else "other-layer-cache"
+        return "v-scale-dropped-on-read" if self.selection.arm.scales is not None else "other-layer-cache"
 
     def _needed(self, gates: Sequence[str]) -> tuple[str, ...]:
         """The files that the arm's attempt must hold for these gates."""
@@ -366,7 +366,7 @@ class Campaign:
         if reader is not None:
             self._progress(f"{arm.name}: captured earlier in {reader.name}")
             return reader
-        with self._begin(replace(self._selection, arm=arm), scope) as attempt:
+        with self._begin(replace(self.selection, arm=arm), scope) as attempt:
             attempt.boot()
             attempt.identity()
             if ORACLE in names:
@@ -396,14 +396,14 @@ class Campaign:
         from pytest_kvqual.evidence.reader import Reader
 
         if self._attempt is None and self.arm not in self._readers:
-            scope = self._scope(self._selection.arm, self.arm)
+            scope = self._scope(self.selection.arm, self.arm)
             names = self._needed(self._gates)
             reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
             if reader is not None:
                 self._progress(f"{self.arm}: captured earlier in {reader.name}")
                 self._readers[self.arm] = reader
             else:
-                self._attempt = self._begin(self._selection, scope)
+                self._attempt = self._begin(self.selection, scope)
         attempt = self._attempt
         if attempt is None:
             return
@@ -449,7 +449,7 @@ class Campaign:
     # -- receipts ----------------------------------------------------------------------------------------------------
 
     def _own_scope(self) -> Scope:
-        return self._scope(self._selection.arm, self.arm)
+        return self._scope(self.selection.arm, self.arm)
 
     def _receipts(self) -> Receipts:
         from pytest_kvqual.receipt.write import read_all

@@ -26,7 +26,7 @@ import pytest
 from pytest_kvqual.errors import KvqualError
 from pytest_kvqual.hooks import Options
 from pytest_kvqual.judge.verdict import Outcome
-from pytest_kvqual.report import junit, terminal
+from pytest_kvqual.report import junit, progress, terminal
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Decision
@@ -121,6 +121,22 @@ def gpu_found() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or shutil.which("nvidia-smi") is not None
 
 
+def options_of(config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing: bool) -> Options:
+    """What the user typed."""
+    run_dir: Path | None = config.getoption("run_dir")
+    return Options(
+        study=config.getoption("study"),
+        arm=config.getoption("arm"),
+        length=config.getoption("length"),
+        cache_bytes=config.getoption("cache_bytes"),
+        prefix=config.getoption("prefix"),
+        run_dir=None if run_dir is None else (config.invocation_params.dir / run_dir).absolute(),
+        root=config.rootpath,
+        platform=platform,
+        timing=timing,
+    )
+
+
 class Gate:
     """One gate, for its test."""
 
@@ -194,18 +210,7 @@ class QualificationSession:
                 "run on a GPU host, or -m cpu with a CPU study"
             )
         self._timing = names_timing(expression)
-        run_dir: Path | None = config.getoption("run_dir")
-        options = Options(
-            study=config.getoption("study"),
-            arm=config.getoption("arm"),
-            length=config.getoption("length"),
-            cache_bytes=config.getoption("cache_bytes"),
-            prefix=config.getoption("prefix"),
-            run_dir=None if run_dir is None else (config.invocation_params.dir / run_dir).absolute(),
-            root=config.rootpath,
-            platform=platform,
-            timing=self._timing,
-        )
+        options = options_of(config, platform=platform, timing=self._timing)
         try:
             self._campaign = config.hook.pytest_kvqual_campaign(options=options, progress=self.progress)
         except KvqualError as error:
@@ -282,17 +287,7 @@ class QualificationSession:
 
     def progress(self, line: str) -> None:
         """Write one line on the terminal, also while a test's output is captured."""
-        if self._config.option.verbose < 0:
-            return
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is None:
-            return
-        capture = self._config.pluginmanager.get_plugin("capturemanager")
-        if capture is None:
-            _write_line(reporter, line)
-            return
-        with capture.global_and_fixture_disabled():
-            _write_line(reporter, line)
+        progress.write(self._config, line)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -410,12 +405,6 @@ class QualificationSession:
 
 def _passed(decision: Decision | None) -> bool:
     return decision is not None and decision.verdict.outcome is Outcome.PASS
-
-
-def _write_line(reporter: pytest.TerminalReporter, line: str) -> None:
-    reporter.ensure_newline()
-    reporter.write_line(line)
-    reporter.flush()
 
 
 def _gate_name(item: pytest.Item) -> str:
