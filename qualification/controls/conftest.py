@@ -18,7 +18,7 @@ class OpenCampaign(Protocol):
         """The campaign, not prepared yet."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_campaign(pytestconfig: pytest.Config) -> OpenCampaign:
     """Opens campaigns of the study, arm and length that the options name."""
     from pytest_kvqual.campaign import Campaign, open_campaign

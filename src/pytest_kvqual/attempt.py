@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import CaptureError, KvqualError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_kvqual.study.model import Arm, Selection
     from pytest_kvqual.study.panels import Panel
 
-IDENTITY, IDENTITY_POISON = "identity.json", "identity-poison.json"
+IDENTITY, IDENTITY_POISON, IDENTITY_AFTER = "identity.json", "identity-poison.json", "identity-after.json"
 ORACLE = "oracle.json"
 PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
 NLL, NLL_AGAIN = "nll.jsonl", "nll-again.jsonl"
@@ -39,6 +39,10 @@ def poisoned(name: str, fault: str) -> str:
     """The file of a capture under a planted fault: ``nll.jsonl`` -> ``nll-poison-FAULT.jsonl``."""
     stem, dot, suffix = name.partition(".")
     return f"{stem}-poison-{fault}{dot}{suffix}"
+
+
+def _part(rank: object, name: str) -> object:
+    return rank.get(name) if isinstance(rank, dict) else None
 
 
 def python_of(arm: Arm) -> Path:
@@ -63,6 +67,15 @@ def load_task_panel(selection: Selection, task: str) -> Panel:
         vocabulary=model.vocabulary,
         tokenizer=model.files.get("tokenizer.json"),
     )
+
+
+class Observed(TypedDict):
+    """``identity.json``."""
+
+    schema: int
+    arm: str
+    ranks: list[object]
+    sockets: list[list[object]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,6 +120,7 @@ class Attempt:
         self._label = scope.arm
         self._server: Server | None = None
         self._closed = False
+        self._identity: list[object] | None = None
         self.failure: KvqualError | None = None
         self._bundle: Bundle = Bundle.create(run_dir, scope, prefix=prefix)
 
@@ -180,6 +194,7 @@ class Attempt:
         try:
             if not gone:
                 server.check()
+                self._unchanged(server)
             if server.alive():
                 self._count_activity(server)
         finally:
@@ -222,6 +237,32 @@ class Attempt:
             self.fail(error)
             raise
 
+    def _unchanged(self, server: Server) -> None:
+        """Read weights, scales, taps and faults once more: what was captured came from the server of ``identity.json``.
+
+        Raises:
+            CaptureError: One of them is not what it was at the start.
+        """
+        from pytest_kvqual.server import rpc
+
+        if self._identity is None:
+            return
+        timeout_s = self._selection.study.engine.request_timeout_s
+        parts = {"parts": ["parameters", "scales"]}
+        ranks = rpc.call(server.base_url, "kvqual_identity", parts, timeout_s=timeout_s)
+        taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=timeout_s)
+        self._bundle.write(IDENTITY_AFTER, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "taps": taps})
+        for part in ("parameters", "scales"):
+            for rank, (before, after) in enumerate(zip(self._identity, ranks, strict=True)):
+                if _part(before, part) != _part(after, part):
+                    raise CaptureError(
+                        f"{self._label}: found other {part} on rank {rank} than at the start, expected the same: what "
+                        f"was captured is not of the server in {IDENTITY}",
+                        advice=f"compare it with {self.path / IDENTITY_AFTER}",
+                    )
+        if any(_part(rank, "installed") is not False for rank in taps):
+            raise CaptureError(f"{self._label}: found taps in place after the captures, expected none: {taps}")
+
     def _count_activity(self, server: Server) -> None:
         from pytest_kvqual.server import rpc
 
@@ -246,7 +287,9 @@ class Attempt:
     def identity(self) -> None:
         """What the server is, as its workers and the operating system see it: ``identity.json``."""
         self._say("identity")
-        self._bundle.write(IDENTITY, self._observed())
+        observed = self._observed()
+        self._bundle.write(IDENTITY, observed)
+        self._identity = observed["ranks"]
 
     def identity_poison(self, faults: Sequence[str]) -> None:
         """The same reading under each planted fault: ``identity-poison.json``."""
@@ -257,7 +300,7 @@ class Attempt:
                 entries.append({"fault": fault, "identity": self._observed()})
         self._bundle.write(IDENTITY_POISON, {"schema": 1, "poison": entries})
 
-    def _observed(self) -> dict[str, object]:
+    def _observed(self) -> Observed:
         return {
             "schema": 1,
             "arm": self._selection.arm.name,

@@ -215,7 +215,7 @@ class Campaign:
         }
         if gate not in judges:
             raise RefusedError(f"gate {gate}: found no judge for it, expected one: it is planned")
-        self._controls()
+        self.capture_controls()
         self._capture(gate)
         return judges[gate]()
 
@@ -345,8 +345,12 @@ class Campaign:
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
-    def _controls(self) -> None:
-        """The captures of every control that this run's gates need, one server after the other."""
+    def capture_controls(self) -> None:
+        """The captures of every control that this run's gates need, one server after the other.
+
+        Raises:
+            EvidenceError: A control could not be captured.
+        """
         for arm in self._control_arms():
             key = _control_key(arm)
             if key in self._readers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,8 +25,8 @@ POISON = (Poison(fault="slot-off-by-one", caught=True, figure="10 of 10"),)
 class FakeAttempt(Attempt):
     """Writes documents that say what was captured; boots nothing. ``events`` is shared by all of a test."""
 
-    events: list[str] = []  # noqa: RUF012  # replaced for each test
-    broken: Mapping[str, Exception] = {}  # noqa: RUF012  # replaced for each test
+    events: ClassVar[list[str]] = []  # replaced for each test
+    broken: ClassVar[Mapping[str, BaseException]] = {}  # replaced for each test
 
     def _happens(self, what: str) -> None:
         event = f"{self._label} {what}"
@@ -233,7 +233,7 @@ def test_a_control_that_dies_says_nothing_about_the_arm(run: Run) -> None:
 
 def test_an_interrupt_closes_the_attempt(run: Run, tmp_path: Path) -> None:
     """Ctrl-C leaves a failed attempt, not an open one."""
-    FakeAttempt.broken = {"candidate identity": KeyboardInterrupt()}  # type: ignore[dict-item]  # as pytest sees it
+    FakeAttempt.broken = {"candidate identity": KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
         run()
     (attempt,) = tmp_path.glob("evidence/candidate-*/attempt-1")
