@@ -57,21 +57,29 @@ def _read_back(module: torch.nn.Module, rows: int, columns: int, dtype: torch.dt
 def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
     """Digest of each parameter as the forward pass uses it now.
 
-    A parameter that the engine emptied because its kernel holds a packed copy is read back through the kernel.
+    Where a kernel multiplies with a packed copy of a weight, the copy is read back through the kernel. If the engine
+    kept the parameter beside the copy, both must agree; the digest of a parameter whose copy differs names both.
 
     Args:
         model: The served model.
         shapes: Shape and dtype of each parameter as it was loaded.
     """
     modules = dict(model.named_modules())
-    tensors: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         owner, _, attribute = name.rpartition(".")
         shape, dtype = shapes.get(name, (tuple(parameter.shape), parameter.dtype))
-        module = modules[owner]
-        packed = attribute == "weight" and parameter.numel() == 0 and hasattr(module, "cpu_linear")
-        tensors[name] = _read_back(module, shape[0], shape[1], dtype) if packed else parameter.data
-    return _digests(tensors)
+        if parameter.numel():
+            held[name] = parameter.data
+        if attribute == "weight" and len(shape) == 2 and hasattr(modules[owner], "cpu_linear"):
+            copies[name] = _read_back(modules[owner], shape[0], shape[1], dtype)
+    found, copied = _digests(held), _digests(copies)
+    for name, digest in copied.items():
+        kept = found.setdefault(name, digest)
+        if kept != digest:
+            found[name] = f"parameter {kept}, its kernel's copy {digest}"
+    return found
 
 
 def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> dict[str, str]:

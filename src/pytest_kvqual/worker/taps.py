@@ -8,6 +8,7 @@ the taps restores the very objects that were found.
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -168,7 +169,7 @@ class OracleWindow:
                 **self.placement.to_dict(),
                 "layers": len(self._seen_layers),
                 "ambiguous_rows": self._ambiguous,
-                "worst_ratio": self._worst if self._worst == self._worst else "nan",
+                "worst_ratio": self._worst if math.isfinite(self._worst) else str(self._worst),
             },
             "row_map": {"checked": 0, **self.rows.to_dict(), "self_test": self._self_test},
             "samples": self._sample,
@@ -375,7 +376,7 @@ class OracleWindow:
         reference = placement.Reference(torch.cat(outputs), torch.cat(tolerances))
         ambiguous, worst = placement.check_rows(self.placement, plan, layer=name, output=output, reference=reference)
         self._ambiguous += ambiguous
-        self._worst = worst if worst != worst or worst > self._worst else self._worst
+        self._worst = worst if math.isnan(worst) or worst > self._worst else self._worst
         self._keep_sample(name, plan, queries, output)
 
     def _keep_sample(self, name: str, plan: StepPlan, queries: torch.Tensor, output: torch.Tensor) -> None:

@@ -134,3 +134,14 @@ def test_a_module_from_elsewhere_is_untraced(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setitem(sys.modules, module.__name__, module)
     found = identity.trace_modules(["engine_pkg"], {str((tmp_path / "a.py").resolve())})
     assert found == {"traced": 1, "untraced": [f"engine_pkg.patched: {tmp_path / 'b.py'}"]}
+
+
+def test_a_kernels_copy_must_agree_with_the_parameter_beside_it() -> None:
+    """Where the engine keeps both, a copy that differs from its parameter shows in the digest."""
+    model = _Model(_weight())
+    model.attn.qkv.weight = torch.nn.Parameter(_weight(), requires_grad=False)  # type: ignore[union-attr]  # a test module
+    agreed = identity.served_digests(model, _shapes())
+    assert agreed["attn.qkv.weight"] == identity.tensor_digest(_weight())
+    model.attn.qkv.held[0, 0] += 1  # type: ignore[union-attr,operator,index]  # a test module
+    differing = identity.served_digests(model, _shapes())["attn.qkv.weight"]
+    assert differing.startswith(f"parameter {identity.tensor_digest(_weight())}, its kernel's copy ")
