@@ -1,0 +1,1 @@
+"""What a study declares: frozen records, decoded once, strictly, and locked."""
