@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_kvqual.study.load import Selection
+    from pytest_kvqual.study.model import Selection
 
 WORKER_CLASS = "pytest_kvqual.worker.serving_worker.ServingWorker"
 TEACHER = "pytest_kvqual.worker.teacher:Teacher"
@@ -42,6 +42,7 @@ def worker_config(
     arm = selection.arm
     return {
         "arm": arm.name,
+        "distribution": selection.study.engine.distribution,
         "attention_backend": arm.attention_backend,
         "kv_format": arm.kv_format,
         "before_load": list(arm.before_load),

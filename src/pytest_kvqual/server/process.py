@@ -139,8 +139,10 @@ class ProcessTree:
         """True while the first process runs."""
         return self._poll_end() is None
 
-    def wait(self, timeout_s: float) -> int:
-        """Wait for the first process to exit by itself.
+    def wait(
+        self, timeout_s: float, *, each_s: float = 0.5, on_wait: Callable[[], None] | None = None
+    ) -> int:
+        """Wait for the first process to exit by itself; ``on_wait`` is called about every ``each_s`` meanwhile.
 
         Raises:
             ServerError: It did not within ``timeout_s``; the tree has been ended then.
@@ -154,7 +156,9 @@ class ProcessTree:
             if left <= 0:
                 self.stop()
                 raise ServerError(f"found no end within {timeout_s:g} s, {self.describe_log()}")
-            self._hear(min(left, 0.5))
+            self._hear(min(left, each_s))
+            if on_wait is not None:
+                on_wait()
 
     def stop(self) -> None:
         """End the tree: SIGTERM to the first process, after ``stop_s`` SIGKILL to all. Idempotent.

@@ -26,11 +26,12 @@ _instances: weakref.WeakSet[Teacher] = weakref.WeakSet()
 
 
 def activity() -> dict[str, int]:
-    """What the processors of this process did: requests ``registered``, ``active`` now, ``forced`` tokens."""
+    """What the processors of this process did: requests ``registered`` and ``refused``, ``active`` now, ``forced`` tokens."""
     teachers = list(_instances)
     return {
         "teachers": len(teachers),
         "registered": sum(teacher.registered for teacher in teachers),
+        "refused": sum(teacher.refused for teacher in teachers),
         "active": sum(len(teacher.rows) for teacher in teachers),
         "forced": sum(teacher.forced for teacher in teachers),
     }
@@ -43,6 +44,7 @@ class Teacher(LogitsProcessor):
         rows: Batch row -> (targets, the request's output tokens so far; the engine's own list, it grows by itself).
         registered: Requests with targets seen since the start.
         forced: Tokens forced since the start.
+        refused: Requests whose targets lie outside the vocabulary; nothing is forced for them.
     """
 
     @classmethod
@@ -71,6 +73,7 @@ class Teacher(LogitsProcessor):
         self.rows: dict[int, tuple[list[int], list[int]]] = {}
         self.registered = 0
         self.forced = 0
+        self.refused = 0
         _instances.add(self)
 
     def is_argmax_invariant(self) -> bool:
@@ -88,11 +91,14 @@ class Teacher(LogitsProcessor):
             self.rows.pop(row, None)
             targets = (params.extra_args or {}).get(FIELD)
             if targets is not None:
-                # The API server has no vocabulary at hand when it validates; an id beyond it would fail all rows below.
+                # Validation runs where no vocabulary is at hand. To raise here would end the engine for every request:
+                # an id beyond the vocabulary is counted and not forced, and the answer then differs from its targets.
                 if max(targets) >= self.vocabulary:
-                    raise ValueError(f"{FIELD}: found token id {max(targets)}, expected below {self.vocabulary}")
+                    self.refused += 1
+                    continue
                 self.rows[row] = (targets, output)
-                self.registered += 1
+                # A preempted request comes back with its output so far.
+                self.registered += not output
         for source, destination, direction in batch_update.moved:
             moved = self.rows.pop(source, None)
             replaced = self.rows.pop(destination, None)
