@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from pytest_kvqual.errors import RefusedError
 from pytest_kvqual.evidence.records import Scope
@@ -109,6 +109,9 @@ class DamagedView(Protocol):
     @property
     def reason(self) -> str:
         """What is wrong with it, in one line."""
+
+
+R = TypeVar("R", bound=ReceiptView)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,13 +223,13 @@ def standing(
 def own(
     study: Study,
     gate: str,
-    receipts: Sequence[ReceiptView],
+    receipts: Sequence[R],
     scope: Scope,
     *,
     implementation: str,
     digests: EvidenceDigests,
     damaged: Sequence[DamagedView] = (),
-) -> ReceiptView | Refusal:
+) -> R | Refusal:
     """The standing receipt of ``gate`` itself, or why it has none.
 
     Raises:
@@ -242,14 +245,14 @@ def own(
 def _settle(
     study: Study,
     plan: GatePlan,
-    receipts: Sequence[ReceiptView],
+    receipts: Sequence[R],
     scope: Scope,
     accepted: Mapping[str, ReceiptView],
     *,
     implementation: str,
     digests: EvidenceDigests,
     damaged: Sequence[DamagedView],
-) -> ReceiptView | Refusal:
+) -> R | Refusal:
     """Rules 1 to 8 for one gate; ``accepted`` holds the standing receipts of the gates above it."""
     gate = plan.name
     # 1.

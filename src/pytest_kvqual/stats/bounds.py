@@ -49,30 +49,40 @@ def preservation_upper(lost: int, total: int, confidence: float) -> float:
         raise ValueError(f"lost: found {lost}, expected 0 to {total}")
     if lost == total:
         return 1.0
-    coefficients = [comb(total, successes) for successes in range(lost + 1)]
     # The tail falls as p grows: `low` always has a tail above the level, `high` one at or below it.
     low, high = 0, 1 << _BITS
     while high - low > 1:
         middle = (low + high) // 2
-        if _tail_at_most(coefficients, total, middle, level):
+        if _rejects(lost, total, middle, level):
             high = middle
         else:
             low = middle
     return high / (1 << _BITS)
 
 
-def _tail_at_most(coefficients: list[int], total: int, numerator: int, level: Fraction) -> bool:
-    """Whether P(X <= k) <= level at p = numerator / 2**53, k + 1 being the number of coefficients."""
-    denominator = 1 << _BITS
-    complement = denominator - numerator
-    lost = len(coefficients) - 1
-    # Horner's scheme in the numerator, over integers: the sum of C(n, i) * m**i * c**(lost - i).
-    tail, power = 0, 1
-    for coefficient in reversed(coefficients):
-        tail = tail * numerator + coefficient * power
-        power *= complement
-    tail *= complement ** (total - lost)
-    return bool(tail * level.denominator <= level.numerator * denominator**total)
+def _rejects(lost: int, total: int, numerator: int, level: Fraction) -> bool:
+    """Whether P(X <= lost | total, p) <= level at p = numerator / 2**53."""
+    whole = 1 << _BITS
+    complement = whole - numerator
+    # The shorter of the two tails is summed: P(X <= lost) <= level is P(X > lost) >= 1 - level.
+    if 2 * lost < total:
+        tail = _sum(range(lost, -1, -1), total, numerator, complement) * complement ** (total - lost)
+        return bool(tail * level.denominator <= level.numerator * whole**total)
+    tail = _sum(range(lost + 1, total + 1), total, complement, numerator) * numerator ** (lost + 1)
+    return bool(tail * level.denominator >= (level.denominator - level.numerator) * whole**total)
+
+
+def _sum(counts: range, total: int, near: int, far: int) -> int:
+    """Horner's scheme over integers: the terms C(total, i) of a tail, without the factor that they all share.
+
+    ``counts`` runs outwards. A term is multiplied by ``near`` once for each count after it, by ``far`` once for each
+    before it.
+    """
+    result, power = 0, 1
+    for count in counts:
+        result = result * near + comb(total, count) * power
+        power *= far
+    return result
 
 
 def _confidence(confidence: float) -> Fraction:

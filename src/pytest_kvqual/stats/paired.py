@@ -44,7 +44,8 @@ def paired_mean(differences: Sequence[float], *, confidence: float) -> PairedMea
         confidence: Between 0 and 1, both excluded.
 
     Raises:
-        ValueError: Fewer than 2 differences, one that is no finite number, or a confidence out of range.
+        ValueError: Fewer than 2 differences, one that is no finite number, a variance beyond float64, or
+            a confidence out of range.
 
     References:
         Student, "The probable error of a mean", Biometrika 6 (1908), pp. 1-25.
@@ -57,8 +58,10 @@ def paired_mean(differences: Sequence[float], *, confidence: float) -> PairedMea
     exact = [Fraction(value) for value in values]
     mean = sum(exact, Fraction(0)) / len(exact)
     variance = sum(((value - mean) ** 2 for value in exact), Fraction(0)) / (len(exact) - 1)
-    deviation = math.sqrt(variance)
-    error = math.sqrt(variance / len(exact))
+    try:
+        deviation, error = math.sqrt(variance), math.sqrt(variance / len(exact))
+    except OverflowError:
+        raise ValueError("differences: found a variance beyond float64, expected a finite one") from None
     quantile = student_quantile(confidence, len(values) - 1)
     return PairedMean(
         differences=values,

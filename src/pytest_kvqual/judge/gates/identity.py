@@ -2,10 +2,10 @@
 
 The evidence is one document per arm, ``identity.json``::
 
-    {"schema": 1, "arm": "candidate", "ranks": [RANK, ...], "sockets": [SOCKET, ...]}
+    {"schema": 1, "arm": "candidate", "ranks": [RANK, ...], "sockets": [["127.0.0.1", 40001], ...]}
 
 ``ranks`` holds what each worker process observed of itself, ``sockets`` every listening socket of the whole process
-group, with its ``address`` and ``port``. The rules, for each rank where they speak of a record:
+group as (address, port). The rules, for each rank where they speak of a record:
 
  1. The document is of schema 1 and of the arm under judgement, with the ranks 0 to n - 1 once each.
  2. Every layer of the model is present once, in the layer list and in the backend map; each runs the declared attention
@@ -422,8 +422,9 @@ def _sockets(result: Objections, outer: Table, origin: str) -> None:
     if not sockets:
         result.gap(11, f"{origin}: found no listening socket, expected at least one")
     for position, item in enumerate(sockets):
-        entry = Table(item, origin=origin, error=EvidenceError, known=None, path=f"sockets[{position}]")
-        address, port = entry.string("address"), entry.integer("port", minimum=0)
+        if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], str) or type(item[1]) is not int:
+            outer.fail(f"sockets[{position}]", repr(item), "[address, port]")
+        address, port = item
         if not loopback(address):
             result.find(11, f"{origin}: the server listens on {address} port {port}, expected a loopback address")
 

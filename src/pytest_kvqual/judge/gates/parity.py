@@ -133,12 +133,12 @@ def _served(
     return _outputs(result, rule, panel, records, parse, origin=origin, order=order)
 
 
-def _reference(result: Objections, panel: Panel, records: Sequence[Record] | None, order: str) -> dict[str, Output]:
+def _reference(result: Objections, panel: Panel, records: object, order: str) -> dict[str, Output]:
     def parse(item: Item, record: Record, where: str) -> Output:
         return reference_output(record, origin=where, prompt=item.prompt, max_tokens=item.max_tokens)
 
-    if records is None:
-        result.gap(3, f"reference {order}: the records are missing")
+    if not isinstance(records, list | tuple):
+        result.gap(3, f"reference {order}: {'the records are missing' if records is None else 'found no list'}")
         return {}
     for place, record in enumerate(records):
         if order == ORDERS[0] and (not isinstance(record, Mapping) or record.get("order") not in ORDERS):
@@ -180,7 +180,14 @@ def _outputs(
 def _live(panel: Panel, fault: str, records: Sequence[Record], reference: Mapping[str, Output]) -> Poison:
     """Rule 6: a capture that cannot be read shows nothing; one that can must differ somewhere."""
     scratch = Objections()
-    entries = by_item(scratch, 6, panel, records, origin=f"poison '{fault}'", only=len(records))
+    entries = by_item(
+        scratch,
+        6,
+        panel,
+        records,
+        origin=f"poison '{fault}'",
+        only=len(records) if isinstance(records, list | tuple) else 1,
+    )
     differing, line = 0, ""
     for item, record, where in entries:
         with scratch.reading(6):

@@ -1,0 +1,136 @@
+"""No evidence, however malformed, makes a judge raise or pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_kvqual.judge.gates import identity, nll, parity, placement, routing
+from pytest_kvqual.judge.verdict import Outcome, Verdict
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(10**400)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["nan", "0x1p-1", "{}", "schema", "id"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The path of every value in a document."""
+    found = [path]
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found.extend(places(item, (*path, key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found.extend(places(item, (*path, index)))
+    return found
+
+
+def replaced(document: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """A copy with the value at ``path`` replaced."""
+    if not path:
+        return value
+    result = copy.deepcopy(document)
+    holder = result
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = value
+    return result
+
+
+def judges(make: Any) -> dict[str, tuple[Any, Callable[[Any], Verdict]]]:
+    """For each gate its healthy evidence, and its verdict over one."""
+    study = make.study()
+    poison = [
+        {
+            "fault": "weights-altered",
+            "identity": replaced(
+                make.identity(study, "candidate"), ("ranks", 0, "parameters", "now", "norm.weight"), "d" * 64
+            ),
+        }
+    ]
+    prompts, documents = make.parity_panel(), make.nll_panel()
+    return {
+        "identity": (
+            make.identity(study, "candidate"),
+            lambda evidence: identity.judge(
+                study,
+                "candidate",
+                cache_bytes=4096,
+                scales=make.scales,
+                candidate=evidence,
+                null=make.identity(study, "native"),
+                poison=poison,
+            ),
+        ),
+        "routing": (make.oracle(), lambda evidence: routing.judge(study, candidate=evidence, null=make.oracle())),
+        "placement": (make.oracle(), lambda evidence: placement.judge(study, candidate=evidence, null=make.oracle())),
+        "parity": (
+            make.parity_records(prompts, "forward"),
+            lambda evidence: parity.judge(
+                study,
+                prompts,
+                http=evidence,
+                reference=make.parity_reference(prompts),
+                null=(make.parity_records(prompts, "forward"), make.parity_records(prompts, "reverse")),
+                poison={"f": [make.record("p0", 0, make.body((1, 2), [1, 2, 3, 4]))]},
+            ),
+        ),
+        "nll": (
+            make.nll_records(documents),
+            lambda evidence: nll.judge(
+                study,
+                documents,
+                candidate=evidence,
+                controls=dict.fromkeys(("native", "reference"), make.nll_records(documents)),
+                null=(make.nll_records(documents), make.nll_records(documents)),
+                poison={"f": make.nll_records(documents, shift=1.0, documents=2)},
+            ),
+        ),
+    }
+
+
+@pytest.mark.parametrize("gate", ["identity", "routing", "placement", "parity", "nll"])
+@given(data=st.data())
+@settings(deadline=None, max_examples=50)
+def test_a_replaced_value_never_raises(make: Any, gate: str, data: st.DataObject) -> None:
+    """Junk in the place of any one value of healthy evidence gives a verdict; junk for the whole never passes."""
+    healthy, judge = judges(make)[gate]
+    path = data.draw(st.sampled_from(places(healthy)))
+    junk = data.draw(JUNK)
+    verdict = judge(replaced(healthy, path, junk))
+    assert verdict.gate == gate
+    if not path:
+        assert verdict.outcome is not Outcome.PASS
+
+
+@pytest.mark.parametrize("gate", ["identity", "routing", "placement", "parity", "nll"])
+def test_a_removed_value_never_passes_unnoticed(make: Any, gate: str) -> None:
+    """Removing any one key of healthy evidence that is judged makes the gate no PASS."""
+    healthy, judge = judges(make)[gate]
+    assert judge(healthy).outcome is Outcome.PASS
+    ignored = {"storage_offset", "bound", "samples", "responses", "records", "claimed_by", "fault", "poison"}
+    # The other oracle's part, single layers of a map that names them, and one of several copies are judged elsewhere.
+    other = {"routing": "placement", "placement": "routing"}.get(gate, "-")
+    for path in places(healthy):
+        if not path or isinstance(path[-1], int) or path[-1] in ignored or other in path or "poison" in path:
+            continue
+        if gate == "placement" and path[-1] == "layers" and "placement" not in path:
+            continue
+        holder = healthy
+        for step in path[:-1]:
+            holder = holder[step]
+        damaged = replaced(healthy, path[:-1], {key: value for key, value in holder.items() if key != path[-1]})
+        assert judge(damaged).outcome is not Outcome.PASS, path
