@@ -157,9 +157,8 @@ class Attempt:
         Raises:
             ServerError: It did not start, or can be reached from another host.
         """
-        from pytest_kvqual.server.command import serve_command, worker_config
+        from pytest_kvqual.server.command import serve_command
         from pytest_kvqual.server.process import Server, Timeouts, free_port
-        from pytest_kvqual.study.panels import selected_scales
 
         selection, engine = self._selection, self._selection.study.engine
         self._say("booting")
@@ -168,8 +167,7 @@ class Attempt:
             selection,
             model=self._model,
             port=port,
-            worker_config=worker_config(selection, model=self._model, v_scales=selected_scales(selection))
-            | {"distribution": engine.distribution},  # TEMP
+            worker_config=self._worker_config(),
             python=python_of(selection.arm),
             inherited=os.environ,
         )
@@ -178,6 +176,12 @@ class Attempt:
         )
         self._activity.boots.append((self._label, self._server.boot_s))
         self._say(f"booted in {self._server.boot_s:.0f} s")
+
+    def _worker_config(self) -> dict[str, object]:
+        from pytest_kvqual.server.command import worker_config
+        from pytest_kvqual.study.panels import selected_scales
+
+        return worker_config(self._selection, model=self._model, v_scales=selected_scales(self._selection))
 
     def stop(self, *, gone: bool = False) -> None:
         """End the server, and seal its log. Idempotent.
@@ -378,6 +382,36 @@ class Attempt:
                 documents=documents,
                 progress=self._steps(what),
             )
+
+    def reference(self) -> None:
+        """The parity panel in process, in both orders, with the arm's own engine arguments. The server must be gone.
+
+        Raises:
+            CaptureError: It failed, or gave another number of records than asked for.
+        """
+        from pytest_kvqual.server.reference import ORDERS, run_reference
+
+        panel = load_task_panel(self._selection, "parity")
+        selection, engine = self._selection, self._selection.study.engine
+        self._say("in process: booting")
+        try:
+            run_reference(
+                selection,
+                model=self._model,
+                panel=panel,
+                worker_config=self._worker_config(),
+                python=python_of(selection.arm),
+                inherited=os.environ,
+                log=self.path / REFERENCE_LOG,
+                out=self.path / REFERENCE,
+                timeout_s=engine.boot_timeout_s + len(ORDERS) * engine.request_timeout_s,
+                progress=self._steps("in process:"),
+            )
+        finally:
+            for name in (REFERENCE_CONFIG, REFERENCE_LOG):
+                if (self.path / name).exists():
+                    self._bundle.seal(name)
+        self._bundle.seal(REFERENCE)
 
     @contextmanager
     def _planted(self, fault: str | None) -> Iterator[None]:

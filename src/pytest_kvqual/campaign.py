@@ -573,8 +573,11 @@ def _control_key(arm: Arm) -> str:
 
 def _refused(gate: str, above: Standing) -> Verdict:
     lines = tuple(refusal.line() for refusal in above.refusals)
-    names = ", ".join(refusal.gate for refusal in above.refusals)
-    return Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"no standing receipt of {names}", findings=lines)
+    # Why an earlier gate failed stands in its own row; why a receipt is missing or stale stands nowhere else.
+    short = "; ".join(
+        f"{refusal.gate}: failed" if refusal.kind == "failed" else refusal.line() for refusal in above.refusals
+    )
+    return Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"no standing receipt of {short}", findings=lines)
 
 
 def _outcome(error: KvqualError) -> Outcome:

@@ -379,6 +379,8 @@ class QualificationSession:
         report = pytest.TestReport(
             nodeid=nodeid, location=location, keywords={}, outcome="failed", longrepr=line, when="call", duration=0.0
         )
+        # The terminal's percentage is of the tests collected.
+        self._session.testscollected += item is None
         self._config.hook.pytest_runtest_logreport(report=report)
 
     # -- the report --------------------------------------------------------------------------------------------------

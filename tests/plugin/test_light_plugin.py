@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,16 @@ def environment() -> dict[str, str]:
 
 
 def help_seconds(*args: str) -> float:
-    """Seconds of one ``pytest --help``."""
-    start = time.perf_counter()
+    """Processor seconds of one ``pytest --help``: one thread, and a busy machine changes them little."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(
         [sys.executable, "-m", "pytest", "--help", *args],
         check=True,
         stdout=subprocess.DEVNULL,
         env=environment(),
     )
-    return time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("module", ["pytest_kvqual.plugin", "pytest_kvqual.session", "pytest_kvqual.cli"])

@@ -308,7 +308,7 @@ def test_timing_is_refused_by_name(run: Run, tmp_path: Path, locked: dict[str, A
     assert verdict.outcome is Outcome.REFUSED
     planned = ["dispatch", "replay", "determinism", "retrieval", "recall", "fidelity"]
     assert [line.partition(":")[0] for line in verdict.findings] == planned
-    assert all(name in verdict.figure for name in planned)
+    assert all(f"{name}: planned" in verdict.figure for name in planned)
 
 
 def test_a_control_under_qualification(run: Run, events: list[str], tmp_path: Path) -> None:

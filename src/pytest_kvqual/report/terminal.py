@@ -8,12 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_kvqual.judge.verdict import Outcome
+
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Decision
     from pytest_kvqual.study.model import GatePlan
 
 FINDINGS_SHOWN = 5
 """How many findings of one gate the terminal shows; the receipt holds all."""
+
+FIGURE_SHOWN = 96
+"""How many characters of a figure the table shows; the line of a failed gate has all of them."""
+
+LINE_SHOWN = 400
+"""How many characters of a finding the terminal shows; the receipt holds all."""
 
 _HEADER = ("gate", "verdict", "figure", "null", "faults", "receipt")
 
@@ -32,7 +40,9 @@ def failure_line(decision: Decision) -> str:
     """One line for a failed gate: verdict, figure, first finding, receipt."""
     verdict = decision.verdict
     first = next(iter(verdict.findings), verdict.figure)
-    finding = f": {_one_line(first)}" if first != verdict.figure else ""
+    # A refusal's figure names each receipt; its findings say the same at length.
+    more = first != verdict.figure and verdict.outcome is not Outcome.REFUSED
+    finding = f": {_one_line(first)}" if more else ""
     receipt = min(str(decision.receipt), os.path.relpath(decision.receipt), key=len)
     return f"{verdict.gate}: {verdict.outcome.value}: {_one_line(verdict.figure)}{finding} [{receipt}]"
 
@@ -67,7 +77,9 @@ def lines(entries: Sequence[Row], *, notices: Sequence[str], summary: Sequence[s
         if row.decision is None:
             continue
         findings = row.decision.verdict.findings
-        out += [f"{row.gate}: {_one_line(finding)}" for finding in findings[:FINDINGS_SHOWN]]
+        if row.decision.verdict.outcome is Outcome.REFUSED:
+            continue
+        out += [f"{row.gate}: {_cut(_one_line(finding), LINE_SHOWN)}" for finding in findings[:FINDINGS_SHOWN]]
         if len(findings) > FINDINGS_SHOWN:
             out.append(f"{row.gate}: {len(findings) - FINDINGS_SHOWN} more findings in {row.receipt}")
     out += [_one_line(notice) for notice in notices]
@@ -80,7 +92,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.decision is None:
         return (row.gate, "-", row.note, "-", "-", "-")
     verdict = row.decision.verdict
-    figure = _one_line(verdict.figure) + (f" ({row.note})" if row.note else "")
+    figure = _cut(_one_line(verdict.figure), FIGURE_SHOWN) + (f" ({row.note})" if row.note else "")
     null = "-" if verdict.null is None else "passed" if verdict.null.passed else "FAILED"
     faults = f"{verdict.faults_caught}/{verdict.faults_seeded}" if verdict.poison else "-"
     return (row.gate, verdict.outcome.value, figure, null, faults, row.receipt)
@@ -89,6 +101,10 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 1]}…"
 
 
 def _one_line(text: str) -> str:
