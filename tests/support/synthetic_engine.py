@@ -1,7 +1,7 @@
 """A paged-attention engine without a model: the worker's taps see what they would see in vLLM, in milliseconds.
 
-K, V and query of a token are fixed random functions of (layer, token); outputs do not feed the next layer, so a fault in
-one layer stays there. The scheduler grants blocks in a shuffled order and batches requests as told.
+K, V and query of a token are fixed random functions of (layer, token); outputs do not feed the next layer, so a fault
+in one layer stays there. The scheduler grants blocks in a shuffled order and batches requests as told.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class SyntheticEngine:
         free = torch.randperm(blocks - 1, generator=self.generator) + 1
         self._free = free.tolist()
         self._builder = Builder()
-        self.model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]), input_ids=SimpleNamespace(gpu=None))
+        self.model_runner = SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=[]), input_ids=SimpleNamespace(gpu=None)
+        )
         self._format = formats.declared(kv_format)
         self._requests: dict[str, _Request] = {}
         self._finished: set[str] = set()
@@ -122,8 +124,10 @@ class SyntheticEngine:
         self.window.install()
         return self.window
 
-    def step(self, batch: Sequence[tuple[str, int]], *, new: dict[str, list[int]] | None = None, padding: int = 0) -> Any:
-        """Runs one step: ``batch`` lists requests in row order with their token counts, ``new`` the prompts of new ones."""
+    def step(
+        self, batch: Sequence[tuple[str, int]], *, new: dict[str, list[int]] | None = None, padding: int = 0
+    ) -> Any:
+        """Runs one step: ``batch`` lists requests in row order with token counts, ``new`` the prompts of new ones."""
         fresh = []
         for name, prompt in (new or {}).items():
             self._requests[name] = _Request(name, list(prompt))
@@ -159,7 +163,7 @@ class SyntheticEngine:
         if self.window is not None:
             self.window.begin_step(scheduled)
         self._forward(batch, padding)
-        sampled = []
+        sampled: list[list[int]] = []
         for name, count in batch:
             request = self._requests[name]
             request.computed += count
@@ -196,9 +200,7 @@ class SyntheticEngine:
         self.model_runner.input_ids.gpu = fed
         metadata = self._builder.build(table, torch.tensor(lengths), torch.tensor(starts))
         for name, layer in self._layers.items():
-            query, key, value = (
-                source[fed].view(len(fed), -1, SIZE) for source in self._tables[name]
-            )
+            query, key, value = (source[fed].view(len(fed), -1, SIZE) for source in self._tables[name])
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, mapping)
             output = torch.zeros(len(fed), QUERY_HEADS, SIZE, dtype=torch.bfloat16)
             layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
@@ -211,7 +213,9 @@ def workload(engine: SyntheticEngine, *, seed: int = 1) -> None:
     def prompt(length: int) -> list[int]:
         return torch.randint(0, VOCABULARY, (length,), generator=random).tolist()
 
-    engine.step([("a", BLOCK - 1), ("b", BLOCK), ("c", 5)], new={"a": prompt(BLOCK - 1), "b": prompt(BLOCK), "c": prompt(21)})
+    engine.step(
+        [("a", BLOCK - 1), ("b", BLOCK), ("c", 5)], new={"a": prompt(BLOCK - 1), "b": prompt(BLOCK), "c": prompt(21)}
+    )
     engine.step([("a", 1), ("b", 1), ("c", 16), ("d", 1)], new={"d": prompt(1)}, padding=2)
     engine.step([("b", 1), ("a", 1), ("d", 1), ("c", 1)])
     engine.finish("b")

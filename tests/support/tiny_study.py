@@ -87,6 +87,7 @@ panels = { nll = "panels/nll-32.json", oracle = "panels/oracle-32.json" }
 minimum_cells = 10
 minimum_rows = 5
 ambiguous_rows = 0.01
+poison_prompt_tokens = 400
 
 [parity]
 panel = "panels/parity.json"

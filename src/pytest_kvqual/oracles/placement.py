@@ -16,6 +16,7 @@ error (head_size * 2^-24 relative) vanishes beside these.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -111,7 +112,7 @@ def check_rows(
     ratio = torch.where(error == 0, torch.zeros_like(error), error / allowed).amax(dim=1)
     outside = ~(ratio <= 1.0)
     distances = torch.cdist(found, expected)
-    nearest = torch.where(torch.isnan(distances), torch.full_like(distances, float("inf")), distances).argmin(dim=1)
+    nearest = distances.nan_to_num(nan=math.inf).argmin(dim=1)
     own = torch.arange(rows)
     elsewhere = nearest != own
     ambiguous = 0

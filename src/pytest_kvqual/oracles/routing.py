@@ -59,8 +59,8 @@ def check_metadata(
 ) -> bool:
     """Compares the attention metadata that a layer is about to use with the plan.
 
-    ``block_table`` int ``[>= R, B]``, ``seq_lens`` int ``[>= R]``, ``query_start_loc`` int ``[>= R + 1]``. Table entries
-    beyond a request's history are not looked at.
+    ``block_table`` int ``[>= R, B]``, ``seq_lens`` int ``[>= R]``, ``query_start_loc`` int ``[>= R + 1]``. Table
+    entries beyond a request's history are not looked at.
 
     Returns:
         Whether everything agrees.

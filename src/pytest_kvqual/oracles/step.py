@@ -79,7 +79,9 @@ def slots_of(blocks: Sequence[int], positions: torch.Tensor, block_size: int) ->
     table = torch.as_tensor(list(blocks), dtype=torch.int64)
     index = positions // block_size
     if positions.numel() and int(index.max()) >= table.numel():
-        raise ValueError(f"position {int(positions.max())} needs block {int(index.max())}, found {table.numel()} blocks")
+        raise ValueError(
+            f"position {int(positions.max())} needs block {int(index.max())}, found {table.numel()} blocks"
+        )
     return table[index] * block_size + positions % block_size
 
 

@@ -10,7 +10,7 @@ History of the predicate: v1, the first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pytest_kvqual._canonical import digest, pretty_bytes, sha256_bytes
@@ -62,7 +62,7 @@ class Receipt:
     requires: Mapping[str, str]
     attempt: int
     sha256: str
-    data: bytes
+    data: bytes = field(repr=False)
 
     @property
     def gate(self) -> str:

@@ -95,12 +95,14 @@ class OracleRules:
     """Thresholds of the routing and placement gates.
 
     ``minimum_cells`` and ``minimum_rows``: fewer checked cells or rows is no evidence. ``ambiguous_rows``: the largest
-    share of rows (0 to 1) whose nearest reference is not unique within tolerance.
+    share of rows (0 to 1) whose nearest reference is not unique within tolerance. ``poison_prompt_tokens``: a seeded
+    fault is shown the requests of the oracle panel whose prompts are at most this long.
     """
 
     minimum_cells: int
     minimum_rows: int
     ambiguous_rows: float
+    poison_prompt_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     head = f"{data.dtype}{tuple(data.shape)}".encode()
     raw = data.contiguous().reshape(-1).view(torch.uint8).numpy()
     digest = hashlib.sha256(head)
-    digest.update(memoryview(raw))
+    digest.update(raw.data)
     return digest.hexdigest()
 
 
@@ -50,7 +51,7 @@ def _read_back(module: torch.nn.Module, rows: int, columns: int, dtype: torch.dt
     """
     identity = torch.eye(columns, dtype=dtype)
     with torch.inference_mode():
-        product = module.cpu_linear(identity, getattr(module, "weight"), None)  # type: ignore[operator]
+        product: torch.Tensor = module.cpu_linear(identity, module.weight, None)  # type: ignore[operator]  # the engine's
     return product.t().reshape(rows, columns)
 
 
@@ -91,8 +92,8 @@ def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -
 
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as opened:
-            files.update(dict.fromkeys(opened.keys(), path))
+        with safe_open(str(path), framework="pt") as listed:
+            files.update(dict.fromkeys(listed.keys(), path))
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {}
     parts: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
@@ -101,17 +102,12 @@ def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -
         leaves = packed.get(leaf, [leaf])
         parts[name] = [".".join(filter(None, (parent, each, attribute))) for each in leaves]
     tensors: dict[str, torch.Tensor] = {}
-    handles: dict[Path, object] = {}
-    for name, sources in parts.items():
-        if not all(source in files for source in sources):
-            continue
-        pieces = []
-        for source in sources:
-            path = files[source]
-            if path not in handles:
-                handles[path] = safe_open(str(path), framework="pt").__enter__()
-            pieces.append(handles[path].get_tensor(source).to(dtype))  # type: ignore[attr-defined]
-        tensors[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(str(path), framework="pt")) for path in set(files.values())}
+        for name, sources in parts.items():
+            if all(source in files for source in sources):
+                pieces = [opened[files[source]].get_tensor(source).to(dtype) for source in sources]
+                tensors[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return _digests(tensors)
 
 

@@ -55,7 +55,7 @@ def install(layers: Mapping[str, object], v_scales: Sequence[float] | None) -> N
         if not found:
             raise WorkerError(f"layer {name} keeps no V scale")
         for attribute, value in found.items():
-            holder = getattr(layer, "impl") if attribute.startswith("impl.") else layer
+            holder = dict(_holders(layer))["impl."] if attribute.startswith("impl.") else layer
             if isinstance(value, torch.Tensor):
                 value.fill_(scale)
             else:
@@ -67,7 +67,10 @@ def snapshot(layers: Mapping[str, object]) -> list[dict[str, object]]:
     return [
         {
             "layer": name,
-            **{which[0]: {attribute: _hex(value) for attribute, value in copies(layer, which).items()} for which in _NAMES},
+            **{
+                which[0]: {attribute: _hex(value) for attribute, value in copies(layer, which).items()}
+                for which in _NAMES
+            },
         }
         for name, layer in layers.items()
     ]

@@ -136,7 +136,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
     def kvqual_layers(self) -> dict[str, Any]:
         """Attention layers of this rank by name, in layer order."""
         context = self.vllm_config.compilation_config.static_forward_context
-        found = {name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")}
+        found = {
+            name: layer for name, layer in context.items() if hasattr(layer, "impl") and hasattr(layer, "kv_cache")
+        }
         return {name: found[name] for name in layer_order(found)}
 
     def kvqual_block_size(self) -> int:
@@ -249,7 +251,8 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             raise WorkerError("an oracle window is open already")
         if self.model_runner.input_batch.num_reqs:
             raise WorkerError(
-                f"{self.model_runner.input_batch.num_reqs} requests are in flight, expected none before an oracle window"
+                f"{self.model_runner.input_batch.num_reqs} requests are in flight, expected none before an oracle"
+                " window opens"
             )
         fault = (options or {}).get("fault")
         if fault is not None:

@@ -218,7 +218,8 @@ class OracleWindow:
         order = [request for request in self._runner.input_batch.req_ids if request in scheduled.num_scheduled_tokens]
         if sorted(order) != sorted(scheduled.num_scheduled_tokens):
             raise WorkerError(
-                f"the runner's batch holds {order[:4]}…, the scheduler scheduled {list(scheduled.num_scheduled_tokens)[:4]}…"
+                f"the runner's batch holds {len(order)} of the {len(scheduled.num_scheduled_tokens)} requests that the"
+                " scheduler scheduled, expected all"
             )
         plan = plan_step(
             [
@@ -302,7 +303,15 @@ class OracleWindow:
 
     def _attending(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(
-            layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, output: Any, *args: Any, **kwargs: Any
+            layer: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            kv_cache: Any,
+            metadata: Any,
+            output: Any,
+            *args: Any,
+            **kwargs: Any,
         ) -> Any:
             if metadata is None:
                 return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)

@@ -64,7 +64,9 @@ class Teacher(LogitsProcessor):
             if type(target) is not int or target < 0:
                 raise ValueError(f"{FIELD}[{position}]: found {target!r}, expected a token id")
         if sampling_params.max_tokens != len(targets):
-            raise ValueError(f"{FIELD}: found max_tokens={sampling_params.max_tokens}, expected {len(targets)}, one a target")
+            raise ValueError(
+                f"{FIELD}: found max_tokens={sampling_params.max_tokens}, expected {len(targets)}, one a target"
+            )
         if sampling_params.temperature != 0:
             raise ValueError(f"{FIELD}: found temperature {sampling_params.temperature}, expected 0")
 
@@ -113,7 +115,9 @@ class Teacher(LogitsProcessor):
         Args:
             logits: [rows, vocabulary], changed in place and returned.
         """
-        due = [(row, targets[len(output)]) for row, (targets, output) in self.rows.items() if len(output) < len(targets)]
+        due = [
+            (row, targets[len(output)]) for row, (targets, output) in self.rows.items() if len(output) < len(targets)
+        ]
         if due:
             rows = torch.tensor([row for row, _ in due], device=logits.device)
             tokens = torch.tensor([token for _, token in due], device=logits.device)

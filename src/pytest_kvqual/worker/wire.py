@@ -68,9 +68,7 @@ def decode_config(additional_config: object) -> WorkerConfig:
     if not isinstance(raw, Mapping):
         raise WorkerError(f"additional_config has no mapping {CONFIG_KEY!r}; start the server through pytest-kvqual")
     if set(raw) != _KEYS:
-        raise WorkerError(
-            f"additional_config.{CONFIG_KEY} has the keys {sorted(raw)}, expected {sorted(_KEYS)}"
-        )
+        raise WorkerError(f"additional_config.{CONFIG_KEY} has the keys {sorted(raw)}, expected {sorted(_KEYS)}")
     scales = raw["v_scales"]
     if scales is not None:
         if not isinstance(scales, Sequence) or not all(isinstance(item, float) for item in scales):

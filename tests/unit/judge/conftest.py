@@ -86,7 +86,7 @@ def make_study() -> Study:
         schedule="waves",
         determinism="order-invariant",
         gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in gates),  # type: ignore[arg-type]  # literals above
-        oracle=OracleRules(minimum_cells=100, minimum_rows=10, ambiguous_rows=0.25),
+        oracle=OracleRules(minimum_cells=100, minimum_rows=10, ambiguous_rows=0.25, poison_prompt_tokens=400),
         parity=ParityRules(panel=Path("/nowhere/parity.json"), prompts=3, max_tokens=4),
         nll=NllRules(documents=4, decode_steps=3, margin_nats=0.01, confidence=0.95, poison_documents=2),
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.metadata
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class _Packed(torch.nn.Module):
 
 
 class _Model(torch.nn.Module):
-    packed_modules_mapping = {"qkv": ["q", "k", "v"]}
+    packed_modules_mapping: ClassVar = {"qkv": ["q", "k", "v"]}
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ def test_one_changed_element_of_a_packed_weight_changes_its_digest() -> None:
 def test_expected_digests_come_from_the_files(tmp_path: Path) -> None:
     """The fused parameter is rebuilt from the file's tensors in the model's declared order; others are left out."""
     safetensors = pytest.importorskip("safetensors.torch")
-    q, k, v = _weight().split([4, 4, 4])
+    q, k, v = _weight().view(3, 4, 4).unbind()
     safetensors.save_file(
         {"attn.q.weight": q.contiguous(), "attn.k.weight": k.contiguous(), "attn.v.weight": v.contiguous()},
         str(tmp_path / "model.safetensors"),
@@ -111,7 +112,7 @@ def _install(root: Path) -> None:
 def test_a_distribution_is_rehashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An untouched file matches its RECORD; an edited or a missing one is named with both digests or the error."""
     _install(tmp_path)
-    monkeypatch.setattr(identity.importlib.metadata, "distribution", lambda name: _Distribution(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: _Distribution(tmp_path))
     record, modules = identity.distribution_record("engine")
     assert record == {"name": "engine", "version": "1.2", "files": 1, "mismatched": [], "editable": False}
     assert modules == {str((tmp_path / "engine.py").resolve())}

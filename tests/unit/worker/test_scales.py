@@ -28,7 +28,9 @@ def test_every_copy_is_written_and_read_back() -> None:
     scales.install(layers, [0.5, 0.3])
     found = scales.snapshot(layers)
     third = float(torch.tensor(0.3))
-    assert found[0]["v"] == {name: [(0.5).hex()] for name in ("_v_scale", "_v_scale_cpu", "_v_scale_float", "impl.v_scale")}
+    assert found[0]["v"] == {
+        name: [(0.5).hex()] for name in ("_v_scale", "_v_scale_cpu", "_v_scale_float", "impl.v_scale")
+    }
     assert found[1]["v"]["_v_scale"] == [third.hex()]  # type: ignore[index]  # JSON-like mapping
     assert found[0]["k"] == {"_k_scale": [(1.0).hex()], "_k_scale_float": [(1.0).hex()]}
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from synthetic_engine import BLOCK, SyntheticEngine, workload
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-from synthetic_engine import BLOCK, SyntheticEngine, workload  # noqa: E402  # the support folder is put on the path first
-
-from pytest_kvqual.faults import FAULTS  # noqa: E402  # see above
-from pytest_kvqual.worker.wire import WorkerError, resolve  # noqa: E402  # see above
+from pytest_kvqual.faults import FAULTS
+from pytest_kvqual.worker.wire import WorkerError, resolve
 
 # 16-bit V has no scale that could be dropped.
 PLANTED = [
