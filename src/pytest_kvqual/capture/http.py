@@ -127,7 +127,9 @@ async def send(http: httpx.AsyncClient, request: Request, *, timeout_s: float) -
             answer = await http.post(_PATH, json=dict(request.body))
             status, body = answer.status_code, answer.text
     except (httpx.HTTPError, httpx.InvalidURL, OSError, TimeoutError) as error:
-        text = " ".join(str(error).split()) or (f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else "")
+        text = " ".join(str(error).split()) or (
+            f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+        )
         return _failed(request, status, f"{type(error).__name__}: {text}")
     return Response(id=request.id, index=request.index, status=status, body=body, error=_fault(status, body))
 
@@ -182,10 +184,11 @@ async def send_wave(
     The first step after the resume then sees the whole wave, in the order of ``requests``, however fast the client is:
     the batch's composition, on which greedy outputs depend, is the same each time.
 
-    How the order is known. HTTP gives no sign that the engine has a request before the answer comes, and a paused engine
-    updates no gauge. With ``--enable-log-requests`` the server prints ``Added request ID`` straight after it has handed
-    the request to the engine's socket, whose messages arrive in order. So each request is sent only after the line of
-    the one before it, and the resume, which takes the same socket, after the line of the last.
+    How the order is known. HTTP gives no sign that the engine has a request before the answer comes, and a paused
+    engine makes no step, so that its gauges stand still. With ``--enable-log-requests`` the server prints ``Added
+    request ID`` straight after it has handed the request to the engine's socket, whose messages arrive in order
+    (vllm/v1/engine/async_llm.py, ``_add_request``). So each request is sent only after the line of the one before it,
+    and the resume, which takes the same socket, after the line of the last.
 
     Args:
         base_url: The server.
@@ -216,7 +219,9 @@ async def send_wave(
                 accepted = await follower.wait_for(f"Added request cmpl-{request.request_id}-", task)
                 if not accepted and not task.done():
                     # Its place in the queue is unknown: the wave would not be the declared one.
-                    refusals[position] = f"NotAccepted: the engine's log shows no such request after {_ACCEPT_LIMIT_S:g} s"
+                    refusals[position] = (
+                        f"NotAccepted: the engine's log shows no such request after {_ACCEPT_LIMIT_S:g} s"
+                    )
                     task.cancel()
             trouble = await _control(http, "/resume")
             if trouble is not None:

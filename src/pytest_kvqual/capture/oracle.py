@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.capture.quality import Progress, Target, record, send_all, _request
+from pytest_kvqual.capture.quality import Progress, Target, _request, record, send_all
 from pytest_kvqual.errors import CaptureError, KvqualError
 from pytest_kvqual.server import rpc
 
@@ -44,8 +44,8 @@ def capture_oracle(
         ``{"fault": str | null, "records": [one per rank], "responses": [as in quality.py]}``.
 
     Raises:
-        CaptureError: A request failed or a rank's record is missing. A fault may make the engine itself fail; the caller
-            decides what that means.
+        CaptureError: A request failed or a rank's record is missing. A fault may make the engine itself fail; the
+            caller decides what that means.
         ServerError: A worker call failed.
     """
     requests = [
@@ -81,5 +81,7 @@ def capture_oracle(
             advice=f"see {server.log}",
         )
     if not records or not all(isinstance(rank, dict) for rank in records):
-        raise CaptureError(f"oracle pass (fault {fault}): found records {records!r:.200}, expected one mapping per rank")
+        raise CaptureError(
+            f"oracle pass (fault {fault}): found records {records!r:.200}, expected one mapping per rank"
+        )
     return {"fault": fault, "records": records, "responses": [record(response, "forward") for response in responses]}

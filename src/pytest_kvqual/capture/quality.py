@@ -2,7 +2,8 @@
 
 Every request gives one record, failed ones included::
 
-    {"id": str, "order": "forward" | "reverse", "index": int, "status": int | null, "body": str | null, "error": str | null}
+    {"id": str, "order": "forward" | "reverse", "index": int,
+     "status": int | null, "body": str | null, "error": str | null}
 
 ``index`` is the position in the panel whatever the order. ``body`` is the answer's text as it came.
 """
@@ -97,8 +98,8 @@ def capture_nll(
 ) -> int:
     """Force each document's targets token by token; returns the number of records.
 
-    The answer's ``choices[0].logprobs.token_logprobs[i]`` is the raw log-probability (nats) of ``targets[i]``. The first
-    comes from the prefill; it is recorded and excluded by the judge.
+    The answer's ``choices[0].logprobs.token_logprobs[i]`` is the raw log-probability (nats) of ``targets[i]``. The
+    first comes from the prefill; it is recorded and excluded by the judge.
 
     Args:
         server: The arm's server.

@@ -54,19 +54,26 @@ def engine_identity(study: Study, python: Path) -> dict[str, object]:
             [str(python), "-I", "-c", _PROBE, *names], capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise InstallError(f"cannot run the interpreter {python}: {error}", advice="check the arm's interpreter") from error
+        raise InstallError(
+            f"cannot run the interpreter {python}: {error}", advice="check the arm's interpreter"
+        ) from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InstallError(f"the interpreter {python} ended with {done.returncode}: {last}", advice="repair the installation")
+        raise InstallError(
+            f"the interpreter {python} ended with {done.returncode}: {last}", advice="repair the installation"
+        )
     try:
         answer = json.loads(done.stdout)
         installed = {entry["name"]: entry["version"] for entry in answer["distributions"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise InstallError(f"the interpreter {python} answered {done.stdout[:200]!r}, expected a JSON document") from error
+        raise InstallError(
+            f"the interpreter {python} answered {done.stdout[:200]!r}, expected a JSON document"
+        ) from error
     found = installed.get(study.engine.distribution)
     if found != study.engine.version:
         raise InstallError(
-            f"found {study.engine.distribution} {found or 'not installed'} in {python}, expected {study.engine.version}",
+            f"found {study.engine.distribution} {found or 'not installed'} in {python}, "
+            f"expected {study.engine.version}",
             advice=f"install {study.engine.distribution}=={study.engine.version} there",
         )
     return {"schema": 1, **answer}

@@ -1,11 +1,12 @@
 """The life of one engine: start it, wait until it answers, look at its sockets, end it.
 
-The engine runs under a supervisor (:mod:`pytest_kvqual.server.supervisor`), which ends the whole process tree when it is
-told to, when the engine's first process dies, and when the process that started it is gone, SIGKILL included.
+The engine runs under a supervisor (:mod:`pytest_kvqual.server.supervisor`), which ends the whole process tree when it
+is told to, when the engine's first process dies, and when the process that started it is gone, SIGKILL included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
@@ -87,6 +89,7 @@ class ProcessTree:
         self._buffer = b""
         self._ended: dict[str, object] | None = None
         self._seen: dict[int, float] = {}
+        self._stopped = False
         self._supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(PACKAGE_ROOT)],
             stdin=subprocess.PIPE,
@@ -101,7 +104,9 @@ class ProcessTree:
             first = self._hear(_SUPERVISOR_S)
             if first is None or "started" not in first:
                 reason = "no answer from its supervisor" if first is None else first.get("refused")
-                raise ServerError(f"could not execute {command.argv[0]!r}: {reason}", advice="check the arm's interpreter")
+                raise ServerError(
+                    f"could not execute {command.argv[0]!r}: {reason}", advice="check the arm's interpreter"
+                )
         except BaseException:
             self._supervisor.kill()
             self._supervisor.wait()
@@ -139,9 +144,7 @@ class ProcessTree:
         """True while the first process runs."""
         return self._poll_end() is None
 
-    def wait(
-        self, timeout_s: float, *, each_s: float = 0.5, on_wait: Callable[[], None] | None = None
-    ) -> int:
+    def wait(self, timeout_s: float, *, each_s: float = 0.5, on_wait: Callable[[], None] | None = None) -> int:
         """Wait for the first process to exit by itself; ``on_wait`` is called about every ``each_s`` meanwhile.
 
         Raises:
@@ -167,14 +170,14 @@ class ProcessTree:
             ServerError: A process of the tree is still there.
         """
         with self._lock:
-            if self._supervisor.returncode is not None:
+            if self._stopped:
                 return
+            self._stopped = True
             self.processes()
             self._tell({"stop": True})
             deadline = monotonic_ns() + int((self._stop_s + _SUPERVISOR_S) * 1e9)
-            while self._ended is None and monotonic_ns() < deadline and self._hear(0.5, until_end=True) is None:
-                if self._supervisor.poll() is not None:
-                    break
+            while self._poll_end() is None and monotonic_ns() < deadline:
+                select.select([], [], [], 0.01)
             try:
                 self._supervisor.wait(max(0.1, (deadline - monotonic_ns()) / 1e9))
             except subprocess.TimeoutExpired:
@@ -215,7 +218,7 @@ class ProcessTree:
             # It is gone already; what it said last tells why.
             return
 
-    def _hear(self, timeout_s: float, *, until_end: bool = False) -> dict[str, object] | None:
+    def _hear(self, timeout_s: float) -> dict[str, object] | None:
         """The next line of the supervisor, or None after ``timeout_s`` or at its end."""
         pipe = self._supervisor.stdout
         if pipe is None or pipe.closed:
@@ -228,8 +231,6 @@ class ProcessTree:
                 return None
             chunk = os.read(pipe.fileno(), 1 << 16)
             if not chunk:
-                if self._ended is None and until_end:
-                    self._ended = {"exit": None, "left": []}
                 return None
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -239,20 +240,17 @@ class ProcessTree:
         return document
 
     def _poll_end(self) -> dict[str, object] | None:
-        if self._ended is None:
-            self._hear(0.0)
-        if self._ended is None and self._supervisor.poll() is not None:
-            self._hear(0.0)
-            self._ended = self._ended or {"exit": None, "left": []}
+        # Polled before the line is read: a supervisor found gone has said all that it will.
+        gone = self._supervisor.poll() is not None
+        if self._ended is None and self._hear(0.0) is None and gone:
+            self._ended = {"exit": None, "left": []}
         return self._ended
 
     def _close_pipes(self) -> None:
         for pipe in (self._supervisor.stdin, self._supervisor.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-                except BrokenPipeError:
-                    pass
 
 
 class Server:
@@ -342,7 +340,9 @@ class Server:
         """
         status = self._tree.exit_status()
         if status is not None:
-            raise ServerError(f"found the server ended with {_status(status)}, expected it running; {self._tree.describe_log()}")
+            raise ServerError(
+                f"found the server ended with {_status(status)}, expected it running; {self._tree.describe_log()}"
+            )
 
     def sockets(self) -> list[Listener]:
         """Every listening TCP socket, and every unconnected UDP socket, of the whole tree; sorted.
@@ -356,14 +356,15 @@ class Server:
         for process in self._tree.processes():
             try:
                 name = process.name()
-                connections = process.net_connections(kind="inet")
+                # The stubs do not know that an address may be missing.
+                connections: list[Any] = process.net_connections(kind="inet")
             except psutil.NoSuchProcess:
                 continue
             except psutil.AccessDenied as error:
                 raise ServerError(f"cannot read the sockets of process {process.pid}: {error}") from error
             for connection in connections:
                 stream = connection.type == socket.SOCK_STREAM
-                if connection.raddr or (stream and connection.status != psutil.CONN_LISTEN) or not connection.laddr:
+                if connection.raddr or not connection.laddr or (stream and connection.status != psutil.CONN_LISTEN):
                     continue
                 found.add(
                     Listener(
@@ -390,7 +391,9 @@ class Server:
                 advice="--host 127.0.0.1 for the server, VLLM_HOST_IP=127.0.0.1 for the engine's own",
             )
         if not any(listener.port == self.port and listener.kind == "tcp" for listener in listeners):
-            raise ServerError(f"found no process of the server listening on port {self.port}, another program answers there")
+            raise ServerError(
+                f"found no process of the server listening on port {self.port}, another program answers there"
+            )
         return listeners
 
     def stop(self) -> None:
@@ -420,7 +423,8 @@ class Server:
                 return
             if now > deadline:
                 raise ServerError(
-                    f"found {last} from {self.base_url}/health after {boot_s:g} s, expected 200; {self._tree.describe_log()}"
+                    f"found {last} from {self.base_url}/health after {boot_s:g} s, expected 200; "
+                    f"{self._tree.describe_log()}"
                 )
             if progress is not None and (now - begun) // 1_000_000_000 > told:
                 told = (now - begun) // 1_000_000_000
@@ -450,7 +454,11 @@ def tail(log: Path, *, start: int = 0) -> str:
     causes = [line for line in lines if _EXCEPTION.search(line)]
     shown = [line for line in causes[:1] if line not in last] + last
     joined = " | ".join(line[: _TAIL_CHARACTERS // 3] for line in shown)
-    return joined if len(joined) <= _TAIL_CHARACTERS else f"{joined[: _TAIL_CHARACTERS // 2]} … {joined[-_TAIL_CHARACTERS // 2 :]}"
+    return (
+        joined
+        if len(joined) <= _TAIL_CHARACTERS
+        else f"{joined[: _TAIL_CHARACTERS // 2]} … {joined[-_TAIL_CHARACTERS // 2 :]}"
+    )
 
 
 def _status(code: int) -> str:

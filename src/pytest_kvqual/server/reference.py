@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     """``CONFIG.json OUT.jsonl``; the output file must not exist."""
     source, out = arguments
     config = json.loads(Path(source).read_bytes())
-    with open(out, "xb") as file:
+    with Path(out).open("xb") as file:
 
         def write(record: dict[str, object]) -> None:
             file.write(json.dumps(record, sort_keys=True, separators=(",", ":")).encode() + b"\n")

@@ -30,7 +30,9 @@ def call(base_url: str, method: str, *args: object, timeout_s: float = 600.0, **
         what=f"worker method {method!r}",
     )
     if not isinstance(answer, dict) or not isinstance(answer.get("results"), list):
-        raise ServerError(f"worker method {method!r} answered {json.dumps(answer)[:_SHOWN]}, expected a list of results")
+        raise ServerError(
+            f"worker method {method!r} answered {json.dumps(answer)[:_SHOWN]}, expected a list of results"
+        )
     return cast("list[object]", answer["results"])
 
 

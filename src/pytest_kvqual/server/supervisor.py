@@ -6,10 +6,10 @@ outlives pytest can clean up after a SIGKILL of pytest.
 
 Protocol, one JSON document a line:
 
-- standard input, first line: ``{"argv": [...], "env": {...}, "log": path, "grace_s": seconds}``; later ``{"stop": true}``.
-  End of file, or a changed parent, means that the starter is gone.
-- standard output: ``{"started": pid}`` or ``{"refused": reason}``; at the end ``{"exit": code, "signal": number or null,
-  "left": [pids]}``. ``left`` is empty unless a process outlived SIGKILL for five seconds.
+- standard input, first line: ``{"argv": [...], "env": {...}, "log": path, "grace_s": seconds}``; later
+  ``{"stop": true}``. End of file, or a changed parent, means that the starter is gone.
+- standard output: ``{"started": pid}`` or ``{"refused": reason}``; at the end ``{"exit": code, "left": [pids]}``, the
+  code negative for a signal. ``left`` is empty unless a process outlived SIGKILL for five seconds.
 
 How nothing escapes. On Linux the supervisor is a child subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): a process whose
 parent died becomes the supervisor's child, so the tree below the supervisor is all that the engine ever started,
@@ -20,6 +20,7 @@ of the first process stands for the tree.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -44,31 +45,29 @@ def _prctl(option: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        return ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
     except (OSError, AttributeError):
         return False
 
 
 def _say(document: dict[str, object]) -> None:
     """Write one line; a reader that is gone is no reason to stop cleaning up."""
-    try:
+    with contextlib.suppress(OSError):
         os.write(1, json.dumps(document).encode() + b"\n")
-    except OSError:
-        pass
 
 
 def _tree(root: int) -> list[int]:
     """All processes below ``root``, by ``/proc``; empty where there is no ``/proc``."""
     children: dict[int, list[int]] = {}
     try:
-        names = os.listdir("/proc")
+        names = os.listdir("/proc")  # noqa: PTH208 - pathlib would triple the start-up time
     except OSError:
         return []
     for name in names:
         if not name.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/stat", "rb") as file:
+            with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123 - as above
                 # The second field is the command in parentheses and may hold anything: split after the last one.
                 parent = int(file.read().rpartition(b")")[2].split()[1])
         except (OSError, IndexError, ValueError):
@@ -84,17 +83,13 @@ def _tree(root: int) -> list[int]:
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _kill_group(group: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 class _Child:
@@ -103,6 +98,10 @@ class _Child:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.status: int | None = None
+
+    def exited(self) -> bool:
+        """True once it has been collected."""
+        return self.status is not None
 
     def reap(self) -> bool:
         """Collect every exited child, adopted ones included; True while any child is left."""
@@ -158,10 +157,10 @@ def _spawn(order: dict[str, object]) -> int:
 def _end(child: _Child, grace_s: float) -> list[int]:
     """SIGTERM to the first process, then SIGKILL to all that is left; returns who outlived even that."""
     me = os.getpid()
-    if child.status is None:
+    if not child.exited():
         _kill(child.pid, signal.SIGTERM)
         deadline = monotonic_ns() + int(grace_s * 1e9)
-        while child.reap() and child.status is None and monotonic_ns() < deadline:
+        while child.reap() and not child.exited() and monotonic_ns() < deadline:
             _sleep(0.02)
     deadline = monotonic_ns() + int(REAP_LIMIT_S * 1e9)
     while True:
@@ -200,7 +199,7 @@ def main() -> int:
     while True:
         ready, _, _ = select.select([0], [], [], POLL_S)
         child.reap()
-        if child.status is not None:
+        if child.exited():
             break
         if ready:
             # Whatever arrives, a stop or the end of file, ends the tree.
@@ -211,7 +210,7 @@ def main() -> int:
     left = _end(child, grace_s)
     status = child.status
     code = os.waitstatus_to_exitcode(status) if status is not None else None
-    _say({"exit": code, "signal": -code if code is not None and code < 0 else None, "left": left})
+    _say({"exit": code, "left": left})
     return 1 if left else 0
 
 

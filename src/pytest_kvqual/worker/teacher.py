@@ -26,7 +26,7 @@ _instances: weakref.WeakSet[Teacher] = weakref.WeakSet()
 
 
 def activity() -> dict[str, int]:
-    """What the processors of this process did: requests ``registered`` and ``refused``, ``active`` now, ``forced`` tokens."""
+    """What this process's processors did: requests ``registered``, ``refused`` and ``active``; tokens ``forced``."""
     teachers = list(_instances)
     return {
         "teachers": len(teachers),

@@ -16,8 +16,8 @@ import pytest
 class FakeEngine:
     """Holds requests while paused; ``order`` is the order in which it got them.
 
-    ``statuses`` maps a position in that order to the HTTP status to answer with; ``die_at`` closes every connection once
-    so many requests have arrived; ``mute`` names positions that leave no trace in the log.
+    ``statuses`` maps a position in that order to the HTTP status to answer with; ``die_at`` closes every connection
+    once so many requests have arrived; ``mute`` names positions that leave no trace in the log.
     """
 
     def __init__(self, log: Path) -> None:

@@ -26,7 +26,9 @@ def requests(count: int) -> list[http.Request]:
     ]
 
 
-def wave(engine: FakeEngine, asked: Sequence[http.Request], timeout_s: float = 15.0, **more: object) -> list[http.Response]:
+def wave(
+    engine: FakeEngine, asked: Sequence[http.Request], timeout_s: float = 15.0, **more: object
+) -> list[http.Response]:
     """Send one wave."""
     return asyncio.run(
         http.send_wave(engine.base_url, asked, log=engine.log, timeout_s=timeout_s, **more)  # type: ignore[arg-type]
@@ -47,7 +49,9 @@ def test_a_wave_is_queued_in_order_while_paused(engine: FakeEngine) -> None:
 def test_a_wave_that_cannot_be_paused_sends_nothing(engine: FakeEngine) -> None:
     """Without a confirmed pause there is no wave."""
     engine.fail_paths["/pause?mode=keep"] = 500
-    with pytest.raises(CaptureError, match=r"no paused engine for a wave of 3 requests: /pause.* answered 500: .*told to fail"):
+    with pytest.raises(
+        CaptureError, match=r"no paused engine for a wave of 3 requests: /pause.* answered 500: .*told to fail"
+    ):
         wave(engine, requests(3))
     assert engine.order == []
 
@@ -68,7 +72,9 @@ def test_a_server_killed_in_a_wave_fails_every_request_once(engine: FakeEngine) 
     responses = wave(engine, requests(8))
     assert time.monotonic() - begun < 10
     assert [response.id for response in responses] == [f"r{n}" for n in range(8)]
-    assert all(response.error and response.error.split(":")[0].endswith(("Error", "Protocol")) for response in responses)
+    assert all(
+        response.error and response.error.split(":")[0].endswith(("Error", "Protocol")) for response in responses
+    )
 
 
 def test_a_request_that_the_log_does_not_show_is_a_failure(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +157,7 @@ def test_a_refused_connection_is_a_typed_failure(engine: FakeEngine) -> None:
 
 def test_forced_targets_ask_for_the_raw_loss() -> None:
     """A request with targets asks for their log-probabilities, no alternatives, and no early end."""
-    body = http.completion(
-        id="d", index=0, request_id="q", model="m", prompt=[1], max_tokens=2, targets=[5, 6]
-    ).body
+    body = http.completion(id="d", index=0, request_id="q", model="m", prompt=[1], max_tokens=2, targets=[5, 6]).body
     assert body["vllm_xargs"] == {"kvqual_targets": [5, 6]}
     assert (body["logprobs"], body["ignore_eos"], body["temperature"]) == (0, True, 0)
     assert body["return_token_ids"] is True

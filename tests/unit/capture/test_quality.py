@@ -92,7 +92,7 @@ def test_one_failed_request_fails_the_capture_after_the_others(engine: FakeEngin
     """The failure's status and body are in the record; nothing is retried."""
     engine.statuses[1] = 503
     kept = Kept()
-    with pytest.raises(CaptureError, match="1 of 3 requests failed.*HttpStatus: 503"):
+    with pytest.raises(CaptureError, match=r"1 of 3 requests failed.*HttpStatus: 503"):
         capture_parity(engine, panel(3), kept, model="m", timeout_s=10)
     assert [it["status"] for it in kept] == [200, 503, 200]
     assert len(engine.order) == 3
@@ -124,7 +124,7 @@ def test_an_oracle_pass_without_a_record_fails(engine: FakeEngine) -> None:
 def test_an_oracle_pass_ends_the_oracles_after_a_failure(engine: FakeEngine) -> None:
     """A failed request still withdraws the fault before the capture fails."""
     engine.statuses[0] = 500
-    with pytest.raises(CaptureError, match="oracle pass .fault x.: found 1 of 2 requests failed"):
+    with pytest.raises(CaptureError, match=r"oracle pass .fault x.: found 1 of 2 requests failed"):
         capture_oracle(engine, panel(2), fault="x", model="m", wave_size=2, timeout_s=10)
     assert engine.rpc[-1][0] == "kvqual_oracle_finish"
 

@@ -123,9 +123,7 @@ def test_a_scale_that_is_not_finite_is_refused(selection: Selection) -> None:
     """JSON has no NaN: such a scale cannot reach the worker."""
     config = worker_config(selection, model=Path("/m"), v_scales=(float("nan"),))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        serve_command(
-            selection, model=Path("/m"), port=1, worker_config=config, python=Path("/p"), inherited={}
-        )
+        serve_command(selection, model=Path("/m"), port=1, worker_config=config, python=Path("/p"), inherited={})
 
 
 def test_the_same_selection_gives_the_same_command(selection: Selection) -> None:

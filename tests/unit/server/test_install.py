@@ -53,12 +53,12 @@ def test_an_interpreter_that_does_not_run_is_refused(tmp_path: Path) -> None:
         engine_identity(study("pytest", "1"), broken)
 
 
-def test_the_callers_path_does_not_answer_for_the_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_callers_path_does_not_answer_for_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A distribution on PYTHONPATH is not the interpreter's."""
     (tmp_path / "fake_engine-9.dist-info").mkdir()
-    (tmp_path / "fake_engine-9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-engine\nVersion: 9\n")
+    (tmp_path / "fake_engine-9.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fake-engine\nVersion: 9\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(InstallError, match="fake-engine not installed"):
         engine_identity(study("fake-engine", "9"), Path(sys.executable))

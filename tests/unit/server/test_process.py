@@ -150,7 +150,10 @@ def test_a_server_that_ignores_sigterm_is_killed(program: Program, tmp_path: Pat
     port = free_port()
     source = f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{textwrap.dedent(ANSWERING)}"
     server = Server.start(
-        program(source, port, 200, "127.0.0.1"), port=port, log=tmp_path / "log", timeouts=Timeouts(boot_s=15, stop_s=0.3)
+        program(source, port, 200, "127.0.0.1"),
+        port=port,
+        log=tmp_path / "log",
+        timeouts=Timeouts(boot_s=15, stop_s=0.3),
     )
     begun = time.monotonic()
     server.stop()
@@ -206,7 +209,7 @@ def test_a_socket_of_a_grandchild_is_seen(program: Program, tmp_path: Path) -> N
 def test_another_program_on_the_port_is_not_taken_for_the_server(program: Program, tmp_path: Path) -> None:
     """A 200 from a process outside the tree does not make the server ready."""
     port = free_port()
-    late = f"""
+    late = """
         import time
         time.sleep(60)
     """
@@ -232,7 +235,9 @@ def test_a_server_that_dies_later_is_noticed(program: Program, tmp_path: Path) -
             time.sleep(60)
         {textwrap.indent(textwrap.dedent(ANSWERING), " " * 8).lstrip()}
     """
-    with Server.start(program(source, port, 200, "127.0.0.1"), port=port, log=tmp_path / "log", timeouts=FAST) as server:
+    with Server.start(
+        program(source, port, 200, "127.0.0.1"), port=port, log=tmp_path / "log", timeouts=FAST
+    ) as server:
         server.check()
         pids = [process.pid for process in server.tree.processes()]
         assert len(pids) == 2
@@ -251,7 +256,8 @@ STARTER = f"""
     from pathlib import Path
     from pytest_kvqual.server.command import Command
     from pytest_kvqual.server.process import ProcessTree
-    tree = ProcessTree(Command(argv=(sys.executable, "-S", "-c", {TREE!r}), env={{}}), log=Path(sys.argv[1]), stop_s=0.5)
+    command = Command(argv=(sys.executable, "-S", "-c", {TREE!r}), env={{}})
+    tree = ProcessTree(command, log=Path(sys.argv[1]), stop_s=0.5)
     while len(tree.processes()) < 3:
         pass
     print(*[process.pid for process in tree.processes()], tree._supervisor.pid, flush=True)
@@ -273,7 +279,7 @@ def test_sigkill_of_the_starter_leaves_no_process(tmp_path: Path) -> None:
     assert len(pids) == 4
     assert not any(gone(pid) for pid in pids)
     starter.kill()
-    starter.wait()
+    starter.communicate()
     wait_until(lambda: all(gone(pid) for pid in pids))
 
 
@@ -292,7 +298,7 @@ def test_a_batch_program_is_waited_for(program: Program, tmp_path: Path) -> None
     assert tree.wait(10) == 5
     tree.stop()
     slow = ProcessTree(program("import time; time.sleep(60)"), log=tmp_path / "log", stop_s=0.5)
-    with pytest.raises(ServerError, match="no end within 0.3 s"):
+    with pytest.raises(ServerError, match=r"no end within 0.3 s"):
         slow.wait(0.3)
     assert gone(slow.pid)
 

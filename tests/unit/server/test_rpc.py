@@ -90,7 +90,9 @@ def test_pause_keeps_the_requests(answers: Answers) -> None:
 
 def test_a_server_that_is_gone_is_named() -> None:
     """A refused connection is a ServerError with the address."""
-    with pytest.raises(ServerError, match=r"worker method 'x' got no answer from http://127.0.0.1:1: ConnectionRefused"):
+    with pytest.raises(
+        ServerError, match=r"worker method 'x' got no answer from http://127.0.0.1:1: ConnectionRefused"
+    ):
         rpc.call("http://127.0.0.1:1", "x", timeout_s=2)
 
 
