@@ -313,16 +313,19 @@ class Attempt:
         }
 
     def oracle(self, faults: Sequence[tuple[str, str]]) -> None:
-        """One pass of the oracle panel, healthy, then one under each fault (name, gate that claims it)."""
+        """One pass of the oracle panel, healthy, then one of its short prompts under each fault (name, claiming gate)."""
         from pytest_kvqual.capture.oracle import capture_oracle
 
         panel = load_task_panel(self._selection, "oracle")
         study = self._selection.study
 
+        limit = study.oracle.poison_prompt_tokens
+        short = replace(panel, items=tuple(item for item in panel.items if len(item.prompt) <= limit))
+
         def one(fault: str | None, what: str) -> dict[str, object]:
             return capture_oracle(
                 self._live(),
-                panel,
+                panel if fault is None else short,
                 fault=fault,
                 model=study.model.name,
                 schedule=study.schedule,
