@@ -224,8 +224,7 @@ def _attend_single(
     for begin in range(0, count, size):
         end = min(begin + size, count)
         width = end - begin
-        tile = _scratch.take("tile", (width * blocks_per_item, kv_heads, block_size, content), torch.uint8)
-        torch.index_select(raw, 0, blocks[begin:end].flatten(), out=tile)
+        tile = _gather(raw, blocks[begin:end].flatten())
         clear = partial_tail[begin:end].nonzero().flatten()
         if clear.numel():
             _clear_tail(tile, clear, valid[begin:end][clear], blocks_per_item)
@@ -263,6 +262,20 @@ def _attend_single(
     merged = _merge(maxima, sums, partial, present.sum(dim=1).tolist())
     merged *= codec.factor(v_scale)
     result.index_copy_(0, query_rows, merged.view(-1, query_heads, head_size).to(result.dtype))
+
+
+def _gather(raw: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """A dense copy of the given blocks: uint8 ``[len(blocks), heads, block_size, content]``, valid until the next."""
+    shape = (blocks.numel(), *raw.shape[1:])
+    tile = _scratch.take("tile", shape, torch.uint8)
+    if raw[0].is_contiguous() and raw[0].numel() % 8 == 0 and raw.stride(0) % 8 == 0 and raw.data_ptr() % 8 == 0:
+        # Eight bytes an element: torch splits a copy of more than 2**15 elements among its threads block by block,
+        # which costs one barrier per block; below that it splits the blocks once.
+        words = raw.flatten(1).view(torch.int64)
+        torch.index_select(words, 0, blocks, out=tile.view(shape[0], -1).view(torch.int64))
+    else:
+        torch.index_select(raw, 0, blocks, out=tile)
+    return tile
 
 
 def _clear_tail(tile: torch.Tensor, items: torch.Tensor, valid: torch.Tensor, blocks_per_item: int) -> None:
@@ -311,12 +324,11 @@ def _attend_many(
     result: torch.Tensor,
 ) -> None:
     """One request with several query rows."""
-    _, kv_heads, block_size, content = raw.shape
+    _, kv_heads, block_size, _ = raw.shape
     rows, query_heads, head_size = query.shape
     group = query_heads // kv_heads
     blocks = (length + block_size - 1) // block_size
-    tile = _scratch.take("tile", (blocks, kv_heads, block_size, content), torch.uint8)
-    torch.index_select(raw, 0, table[:blocks].to(torch.int64), out=tile)
+    tile = _gather(raw, table[:blocks].to(torch.int64))
     keys = _scratch.take("keys", (kv_heads, blocks, block_size, head_size), query.dtype)
     values = _scratch.take("values", (kv_heads, blocks, block_size, head_size), query.dtype)
     keys.transpose(0, 1).copy_(tile[..., : 2 * head_size].view(query.dtype))

@@ -17,9 +17,11 @@ import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from pytest_kvqual.errors import FormatError
 from pytest_kvqual.kv.backends import k16v8, reference
@@ -115,15 +117,20 @@ class _Impl(CPUAttentionBackendImpl):
 
 
 class K16V16Impl(_Impl):
-    functions = reference
+    functions: ClassVar[_Functions] = reference
 
 
 class K16V8Impl(_Impl):
-    functions = k16v8
+    functions: ClassVar[_Functions] = k16v8
 
 
 class Builder(AttentionMetadataBuilder[CPUAttentionMetadata]):
     """The stock step metadata without the stock kernel's work schedule, which our functions do not use."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self,
