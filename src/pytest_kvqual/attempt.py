@@ -313,7 +313,7 @@ class Attempt:
         }
 
     def oracle(self, faults: Sequence[tuple[str, str]]) -> None:
-        """One pass of the oracle panel, healthy, then one of its short prompts under each fault (name, claiming gate)."""
+        """One pass of the oracle panel, healthy; then of its short prompts under each fault (name, claiming gate)."""
         from pytest_kvqual.capture.oracle import capture_oracle
 
         panel = load_task_panel(self._selection, "oracle")
