@@ -59,7 +59,7 @@ def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int,
     """Digest of each parameter as the forward pass uses it now.
 
     Where a kernel multiplies with a packed copy of a weight, the copy is read back through the kernel. If the engine
-    kept the parameter beside the copy, both must agree; the digest of a parameter whose copy differs names both.
+    kept the parameter beside the copy, both must agree; where they do not, the digest is that of both digests.
 
     Args:
         model: The served model.
@@ -79,7 +79,7 @@ def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int,
     for name, digest in copied.items():
         kept = found.setdefault(name, digest)
         if kept != digest:
-            found[name] = f"parameter {kept}, its kernel's copy {digest}"
+            found[name] = hashlib.sha256(f"{kept} {digest}".encode()).hexdigest()
     return found
 
 
