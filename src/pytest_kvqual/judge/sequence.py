@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, Protocol, TypeVar
 
@@ -265,24 +266,25 @@ def _settle(
     if not within and not broken:
         return _none_here(gate, of_gate, scope)
     # 3.
-    numbers = sorted([receipt.attempt for receipt in of_gate if _place(receipt.scope) == _place(scope)])
-    gone = sorted(
-        set(range(1, max([*numbers, *(item.attempt for item in broken)]) + 1)) - {*numbers} - _attempts(broken)
+    numbers = sorted(
+        [receipt.attempt for receipt in of_gate if _place(receipt.scope) == _place(scope)]
+        + [item.attempt for item in broken]
     )
+    gone = sorted(set(range(1, numbers[-1] + 1)) - set(numbers))
     if gone:
         return Refusal(
             gate=gate, kind="damaged", reason=f"receipt number {gone[0]} is gone, expected numbers without a gap"
         )
-    twice = sorted({number for number in numbers if numbers.count(number) > 1})
-    if twice:
-        return Refusal(gate=gate, kind="damaged", reason=f"found two receipts number {twice[0]}, expected one")
+    twice = next((number for number, following in pairwise(numbers) if number == following), None)
+    if twice is not None:
+        return Refusal(gate=gate, kind="damaged", reason=f"found two receipts number {twice}, expected one")
     # 4.
-    latest = max(within, key=lambda receipt: receipt.attempt, default=None)
-    worst = max(broken, key=lambda item: item.attempt, default=None)
-    if worst is not None and (latest is None or worst.attempt >= latest.attempt):
+    last_broken = max((item.attempt for item in broken), default=0)
+    newer = [receipt for receipt in within if receipt.attempt > last_broken]
+    if not newer:
+        worst = max(broken, key=lambda item: item.attempt)
         return Refusal(gate=gate, kind="damaged", reason=f"{worst.name}: {worst.reason}")
-    if latest is None:
-        return _none_here(gate, of_gate, scope)
+    latest = max(newer, key=lambda receipt: receipt.attempt)
     # 5.
     if latest.outcome is not Outcome.PASS:
         return Refusal(gate=gate, kind="failed", reason=f"{latest.name} says {latest.outcome.value}: {latest.figure}")
@@ -337,10 +339,6 @@ def _none_here(gate: str, receipts: Sequence[ReceiptView], scope: Scope) -> Refu
         kind="stale",
         reason=f"{nearest.name} is of another scope: {', '.join(scope.difference(nearest.scope))}",
     )
-
-
-def _attempts(items: Iterable[DamagedView]) -> set[int]:
-    return {item.attempt for item in items}
 
 
 def _place(item: Scope | DamagedView) -> tuple[str, int, int]:

@@ -41,6 +41,9 @@ def test_passes_what_is_in_order(make: Any, gate: str) -> None:
     verdict = decide(make, gate)
     assert (verdict.outcome, verdict.findings) == (Outcome.PASS, ())
     assert [fault.fault for fault in verdict.poison] == [FAULT[gate]]
+    total, line = {"routing": (4, "slot 5 is wrong"), "placement": (3, "row 3 is another's")}[gate]
+    assert verdict.poison[0].figure.startswith(f"{total} findings; ")
+    assert line in verdict.poison[0].figure
     assert verdict.gate == gate
 
 
@@ -150,8 +153,12 @@ def test_is_inconclusive_when_evidence_is_incomplete(make: Any, which: str, grou
 @pytest.mark.parametrize("value", [None, {}, [], {"schema": 1}])
 def test_is_inconclusive_without_a_document(make: Any, gate: str, value: Any) -> None:
     """No candidate document, or an empty one, concludes nothing; neither does a control's."""
-    assert decide(make, gate, candidate=value).outcome is Outcome.INCONCLUSIVE
-    assert decide(make, gate, null=value).outcome is Outcome.INCONCLUSIVE
+    verdict = decide(make, gate, candidate=value)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert value is not None or "rule 1: oracle: the document is missing" in verdict.findings
+    verdict = decide(make, gate, null=value)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert (verdict.null is None) == (value is None)
 
 
 def test_every_rank_must_be_in_order(make: Any, gate: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,11 +204,7 @@ def test_a_panel_with_one_answer_cannot_show_a_swap(make: Any) -> None:
 def test_the_panel_must_be_the_declared_one(make: Any) -> None:
     """A panel of another size than the study declares concludes nothing."""
     panel = make.parity_panel()
-    short = make.damage(
-        {"panel": panel},
-        ("panel",),
-        lambda old: type(old)(task=old.task, length=old.length, items=old.items[:2], sha256=old.sha256),
-    )["panel"]
+    short = replace(panel, items=panel.items[:2])
     verdict = decide(
         make,
         panel=short,
@@ -217,3 +214,26 @@ def test_the_panel_must_be_the_declared_one(make: Any) -> None:
     )
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert verdict.findings == ("rule 1: panel: found 2 prompts, expected 3",)
+
+
+def test_the_panel_must_ask_for_the_declared_tokens(make: Any) -> None:
+    """An item that generates another number of tokens than the study declares concludes nothing."""
+    panel = make.parity_panel()
+    longer = replace(panel, items=(replace(panel.items[0], max_tokens=5), *panel.items[1:]))
+    verdict = decide(make, panel=longer)
+    assert "rule 1: panel 'p0': found 5 tokens, expected 4" in verdict.findings
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+
+
+def test_an_incomplete_reference_cannot_show_damage(make: Any) -> None:
+    """Damaged copies of a reference that lacks a prompt are no catch, and a wrong order is said once."""
+    verdict = decide(make, reference=[])
+    assert [fault.caught for fault in verdict.poison] == [False, False, False, False]
+    reference = make.parity_reference(make.parity_panel())
+    verdict = decide(make, reference=[*reference, {**reference[0], "order": "sideways"}])
+    assert sum("found no known order" in line for line in verdict.findings) == 1
+
+
+def test_a_caught_fault_shows_its_first_difference(make: Any) -> None:
+    """The figure of a caught fault counts the prompts and shows the first that differs."""
+    assert decide(make).poison[0].figure == "1 of 1 prompts differ; 'p0': found token 1 at position 0, expected 10"

@@ -160,6 +160,8 @@ def test_two_receipts_of_one_number_are_refused(make: Any) -> None:
     """One number is one receipt."""
     found = settle(make, [*chain(), replace(chain()[0], sha256="f" * 64)])
     assert "found two receipts number 1" in found.refusals[0].reason
+    found = settle(make, chain(), damaged=[Damaged(gate="identity", attempt=1)])
+    assert "found two receipts number 1" in found.refusals[0].reason
 
 
 def test_a_damaged_latest_receipt_is_named(make: Any) -> None:
