@@ -397,6 +397,16 @@ class Attempt:
         panel = load_task_panel(self._selection, "parity")
         selection, engine = self._selection, self._selection.study.engine
         self._say("in process: booting")
+        begun_ns, tell = monotonic_ns(), self._steps("in process:")
+        first_ns: int | None = None
+
+        def step(done: int, total: int) -> None:
+            nonlocal first_ns
+            if done and first_ns is None:
+                first_ns = monotonic_ns()
+                self._activity.boots.append((f"{self._label} in process", (first_ns - begun_ns) / 1e9))
+            tell(done, total)
+
         try:
             run_reference(
                 selection,
@@ -408,8 +418,10 @@ class Attempt:
                 log=self.path / REFERENCE_LOG,
                 out=self.path / REFERENCE,
                 timeout_s=engine.boot_timeout_s + len(ORDERS) * engine.request_timeout_s,
-                progress=self._steps("in process:"),
+                progress=step,
             )
+            # One prompt follows the other: from the first answer to the last the engine is in a step.
+            self._activity.busy_ns += monotonic_ns() - (first_ns or monotonic_ns())
         finally:
             for name in (REFERENCE_CONFIG, REFERENCE_LOG):
                 if (self.path / name).exists():
