@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-# Test files are imported by path (--import-mode=importlib), which leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-from tiny_study import TinyStudy  # importable from here on
+from tiny_study import TinyStudy
 
 
 @pytest.fixture

@@ -98,4 +98,4 @@ def _plain(value: object, where: str) -> object:
 
 
 def _at(where: str) -> str:
-    return f"in '{where}'" if where else "at the top"
+    return f"in {where!r}" if where else "at the top"

@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from pytest_kvqual.errors import KvqualError
-
-T = TypeVar("T")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHOWN = 60
@@ -79,7 +77,7 @@ class Table:
     def fail(self, key: str, found: str, expected: str, *, advice: str = "") -> NoReturn:
         """Refuse the value under ``key`` (or, with an empty key, this table) in the words of every other error here."""
         place = self.where(key) if key else self._path
-        raise self._error(f"{_place(self._origin, place)}: found {found}, expected {expected}", advice=advice)
+        raise self._error(one_line(f"{_place(self._origin, place)}: found {found}, expected {expected}"), advice=advice)
 
     def string(self, key: str, default: str | _Required = REQUIRED, *, pattern: str = "", form: str = "") -> str:
         """A non-empty string; with ``pattern`` (a full match), one of that ``form``."""
@@ -212,8 +210,8 @@ class Table:
             if key not in known:
                 place = _place(self._origin, self._path)
                 raise self._error(
-                    f"{place}: found the unknown key '{key}', expected only {', '.join(known)}",
-                    advice=f"{nearest(key, known)}" or "remove it",
+                    one_line(f"{place}: found the unknown key '{key}', expected only {', '.join(known)}"),
+                    advice=nearest(key, known) or "remove it",
                 )
 
     def _absent(self, key: str, default: object, expected: str) -> bool:
@@ -221,7 +219,7 @@ class Table:
             return False
         if isinstance(default, _Required):
             raise self._error(
-                f"{_place(self._origin, self._path)}: found no key '{key}', expected {expected}",
+                one_line(f"{_place(self._origin, self._path)}: found no key '{key}', expected {expected}"),
                 advice=f"add '{self.where(key)}'",
             )
         return True
@@ -250,7 +248,7 @@ class Table:
         return value
 
     def _refuse(self, place: str, value: object, expected: str) -> NoReturn:
-        raise self._error(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}")
+        raise self._error(one_line(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}"))
 
 
 def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: str = "") -> object:
@@ -274,7 +272,7 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
         if len(values) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise error(f"{origin}: found the key '{twice}' twice, expected it once", advice=advice)
+            raise error(one_line(f"{origin}: found the key '{twice}' twice, expected it once"), advice=advice)
         return values
 
     try:
@@ -291,6 +289,13 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
     else:
         return value
     raise error(f"{origin}{where}: found {reason}, expected JSON in UTF-8", advice=advice)
+
+
+def one_line(text: str) -> str:
+    """``text`` with each character that would end a line or spoil a terminal written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -318,17 +323,6 @@ def describe(value: object) -> str:
         return f"{kind} of {len(value)}" if value else f"{kind} that is empty"
     shown = json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else str(value)
     return f"{shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'} ({kind})"
-
-
-def once(items: Iterable[T], key: Callable[[T], str]) -> str | None:
-    """The first key that comes twice, or None."""
-    seen: set[str] = set()
-    for item in items:
-        name = key(item)
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def _place(origin: str, path: str) -> str:

@@ -42,7 +42,7 @@ def test_one_edited_byte_of_any_locked_file_is_seen(frozen: TinyStudy, data: st.
             verify_lock(load_study(str(frozen.folder)))
     finally:
         path.write_bytes(content)
-    assert "\n" not in caught.value.line()
+    assert caught.value.line().isprintable()
 
 
 @settings(max_examples=80, deadline=None)
@@ -57,7 +57,7 @@ def test_no_declaration_raises_anything_but_a_study_error(place: int, cut: int, 
         try:
             check_files(load_study(str(tiny.folder)))
         except StudyError as error:
-            assert "\n" not in error.line()  # noqa: PT017  # the absence of an error is right too
+            assert error.line().isprintable()  # noqa: PT017  # the absence of an error is right too
 
 
 @given(st.lists(st.floats(width=32, min_value=2.0**-140, max_value=2.0**127, allow_nan=False), min_size=1, max_size=8))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
-from pytest_kvqual._decode import Table, describe, nearest, once, parse_json
+from pytest_kvqual._decode import Table, describe, nearest, parse_json
 from pytest_kvqual.errors import EvidenceError, StudyError
 
 
@@ -122,11 +123,25 @@ def test_json_beyond_the_strict_form_is_refused(data: bytes, words: str) -> None
     assert "\n" not in caught.value.line()
 
 
+@pytest.mark.parametrize("key", ["a\nb", "a\u2028b", "\x1b[31m", "\ud800"])
+def test_a_key_with_a_line_end_in_it_stays_one_printable_line(key: str) -> None:
+    """What a file brings into a message cannot break its line, colour a terminal or fail to be printed."""
+    twice = json.dumps(key)
+    reads: list[Callable[[], object]] = [
+        lambda: _table({key: 1}, "known"),
+        lambda: _table({key: {}}).string(key),
+        lambda: _table({"x": key}).choice("x", ("y",)),
+        lambda: parse_json(f"{{{twice}: 1, {twice}: 1}}".encode(), origin="FILE", error=StudyError),
+    ]
+    for read in reads:
+        with pytest.raises(StudyError) as caught:
+            read()
+        assert caught.value.line().isprintable()
+
+
 def test_helpers_for_messages() -> None:
-    """A long value is cut, a near name is found, a repeated one is named."""
+    """A long value is cut, and a near name is found."""
     assert describe("x" * 100) == '"' + "x" * 56 + "... (a string)"
     assert describe({}) == "a table that is empty"
     assert nearest("candidat", ("native", "candidate")) == "did you mean 'candidate'?"
     assert nearest("zzz", ("native",)) == ""
-    assert once(["a", "b", "a"], str) == "a"
-    assert once(["a", "b"], str) is None

@@ -91,13 +91,18 @@ def attempts(root: Path, arm: str, length: int, cache_bytes: int, prefix: str = 
     return tuple(attempt_folder(folder, number) for number in found)
 
 
+def may_be_named(name: str) -> bool:
+    """Whether evidence may have this name: no separator, not hidden, none of the attempt's own three files."""
+    return _FILE.fullmatch(name) is not None and name not in RESERVED
+
+
 def check_name(name: str, folder: Path) -> None:
-    """Refuse a name that evidence may not have: with a separator, hidden, or one of the attempt's own three files.
+    """Refuse a name that evidence may not have.
 
     Raises:
         EvidenceError: The name is refused.
     """
-    if not _FILE.fullmatch(name) or name in RESERVED:
+    if not may_be_named(name):
         raise EvidenceError(
             f"found the evidence name '{name}' for {folder}, expected letters, digits, '.', '_' and '-', and none of "
             f"{', '.join(RESERVED)}"

@@ -56,7 +56,7 @@ class Reader:
         if files is not None and files != len(entries):
             raise EvidenceError(f"{path / layout.OUTCOME}: found {files} files, expected {len(entries)} as sealed")
         for entry in entries:
-            _verify(path / entry.name, entry.bytes, entry.sha256)
+            _verify(path / entry.name, entry)
         self.digests: Mapping[str, str] = MappingProxyType({entry.name: entry.sha256 for entry in entries})
         known = {*self.digests, *layout.RESERVED}
         self.unsealed: tuple[str, ...] = tuple(
@@ -145,9 +145,12 @@ class Reader:
 
 
 class _Entry:
-    __slots__ = ("bytes", "name", "sha256")
+    """One line of the manifest, and its number: it is the line or the file that was changed, which none can tell."""
 
-    def __init__(self, name: str, size: int, sha256: str) -> None:
+    __slots__ = ("bytes", "line", "name", "sha256")
+
+    def __init__(self, line: int, name: str, size: int, sha256: str) -> None:
+        self.line = line
         self.name = name
         self.bytes = size
         self.sha256 = sha256
@@ -220,10 +223,11 @@ def _entries(path: Path, data: bytes, head: bytes) -> list[_Entry]:
             )
         require_canonical(value, line + b"\n", origin=origin)
         name = table.string("name")
-        layout.check_name(name, path.parent)
+        if not layout.may_be_named(name):
+            raise EvidenceError(f"{origin}: found the name '{name}', expected one that evidence has", advice=DAMAGED)
         if name in entries:
             raise EvidenceError(f"{origin}: found '{name}' again, expected each file once", advice=DAMAGED)
-        entries[name] = _Entry(name, table.integer("bytes", minimum=0), table.sha256("sha256"))
+        entries[name] = _Entry(number, name, table.integer("bytes", minimum=0), table.sha256("sha256"))
         previous = sha256_bytes(canonical_bytes(value))
     return list(entries.values())
 
@@ -245,15 +249,20 @@ def _outcome(path: Path, manifest: bytes) -> tuple[AttemptOutcome, str, int | No
     return ("complete" if outcome == "complete" else "failed"), reason, files
 
 
-def _verify(path: Path, size: int, expected: str) -> None:
+def _verify(path: Path, entry: _Entry) -> None:
+    said = f"as {layout.MANIFEST}, line {entry.line}, says"
     if not path.is_file():
-        raise EvidenceError(f"found no file {path}, expected its sealed content of sha256 {expected}", advice=DAMAGED)
+        raise EvidenceError(
+            f"found no file {path}, expected its content of sha256 {entry.sha256}, {said}", advice=DAMAGED
+        )
     try:
         found = sha256_file(path)
-        found_size = path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise EvidenceError(f"cannot read {path}: {error.strerror}", advice="check its permissions") from None
-    if found != expected:
-        raise _changed(path, found, expected)
-    if found_size != size:
-        raise EvidenceError(f"{path}: found {found_size} bytes, expected {size} (sha256 {expected})", advice=DAMAGED)
+    if found != entry.sha256:
+        raise EvidenceError(f"{path}: found sha256 {found}, expected {entry.sha256}, {said}", advice=DAMAGED)
+    if size != entry.bytes:
+        raise EvidenceError(
+            f"{path}: found {size} bytes of sha256 {found}, expected {entry.bytes}, {said}", advice=DAMAGED
+        )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
-from pytest_kvqual._decode import Table, nearest
+from pytest_kvqual._decode import Table, nearest, one_line
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study.model import (
     Arm,
@@ -99,7 +99,9 @@ def find_study(name_or_path: str) -> Path:
     if not path.is_file():
         looked = f"{named} or {path.absolute()}" if bare else str(path.absolute())
         advice = nearest(name_or_path, _names()) if bare else ""
-        raise StudyError(f"found no study '{name_or_path}', expected {looked}", advice=advice or _names_advice())
+        raise StudyError(
+            one_line(f"found no study '{name_or_path}', expected {looked}"), advice=advice or _names_advice()
+        )
     return Path(os.path.normpath(path.absolute()))
 
 
@@ -130,7 +132,7 @@ def select(study: Study, *, arm: str, length: int, cache_bytes: int | None) -> S
     """
     if arm not in study.arms:
         raise StudyError(
-            f"found no arm '{arm}' in study {study.name}, expected one of {', '.join(study.arms)}",
+            one_line(f"found no arm '{arm}' in study {study.name}, expected one of {', '.join(study.arms)}"),
             advice=nearest(arm, study.arms) or f"choose one, or declare [arms.{arm}] in {study.directory / STUDY_FILE}",
         )
     if type(length) is not int or length not in study.lengths:
@@ -173,7 +175,9 @@ def _toml(path: Path) -> dict[str, object]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found, place = _reason(str(error), text)
-        raise StudyError(f"{path}, line {place}: found {found}, expected TOML", advice="mend this line") from None
+        raise StudyError(
+            one_line(f"{path}, line {place}: found {found}, expected TOML"), advice="mend this line"
+        ) from None
     except RecursionError:
         raise StudyError(f"{path}: found nesting beyond the parser's limit, expected a study") from None
 
