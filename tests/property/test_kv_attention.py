@@ -129,7 +129,7 @@ def make_step(
 
 def attend(name: str, step: Step) -> torch.Tensor:
     output: torch.Tensor = torch.full_like(step.query, math.nan)
-    returned = BACKENDS[name][0].attend(
+    returned: torch.Tensor = BACKENDS[name][0].attend(
         step.query,
         step.cache,
         step.table,
@@ -140,7 +140,7 @@ def attend(name: str, step: Step) -> torch.Tensor:
         output=output,
     )
     assert returned is output
-    return output
+    return returned
 
 
 def exact(name: str, geometry: Geometry, request: Request) -> tuple[torch.Tensor, torch.Tensor]:

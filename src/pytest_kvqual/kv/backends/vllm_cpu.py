@@ -162,7 +162,7 @@ class _Backend(CPUAttentionBackend):
     kvqual_name: ClassVar[str]
 
     @staticmethod
-    def get_builder_cls() -> type[Builder]:  # type: ignore[override]  # a sibling of the stock builder
+    def get_builder_cls() -> type[Builder]:
         return Builder
 
     @classmethod
