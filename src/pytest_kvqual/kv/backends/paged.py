@@ -30,7 +30,7 @@ import torch
 from pytest_kvqual.errors import FormatError
 
 _ITEM_POSITIONS = 128
-_CHUNK_POSITIONS = 2048
+_CHUNK_POSITIONS = 6144
 """Cache positions gathered at a time: their cells and one float32 copy should fit the second-level caches."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
