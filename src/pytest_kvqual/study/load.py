@@ -225,7 +225,9 @@ def _study(top: Table, directory: Path) -> Study:
             else "rotation-diagnostic"
         ),
         gates=gates,
-        oracle=_oracle(top.table("oracle", known=("minimum_cells", "minimum_rows", "ambiguous_rows", "poison_prompt_tokens"))),
+        oracle=_oracle(
+            top.table("oracle", known=("minimum_cells", "minimum_rows", "ambiguous_rows", "poison_prompt_tokens"))
+        ),
         parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
         nll=nll,
     )

@@ -160,7 +160,7 @@ def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, obje
         if name.partition(".")[0] not in prefixes:
             continue
         path = getattr(module, "__file__", None)
-        # Modules without a spec are namespaces that the engine builds in memory (torch.ops); no file stands behind them.
+        # Modules without a spec are namespaces that the engine builds in memory (torch.ops): no file is behind them.
         if not isinstance(path, str) or getattr(module, "__spec__", None) is None:
             continue
         if str(Path(path).resolve()) in recorded:
