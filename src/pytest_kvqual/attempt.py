@@ -41,6 +41,10 @@ def poisoned(name: str, fault: str) -> str:
     return f"{stem}-poison-{fault}{dot}{suffix}"
 
 
+_ALTERABLE: Final = ("parameters", "scales")
+"""The parts of a worker's identity that a change in the running process can alter."""
+
+
 def _part(rank: object, name: str) -> object:
     return rank.get(name) if isinstance(rank, dict) else None
 
@@ -252,11 +256,11 @@ class Attempt:
         if self._identity is None:
             return
         timeout_s = self._selection.study.engine.request_timeout_s
-        parts = {"parts": ["parameters", "scales"]}
+        parts = {"parts": list(_ALTERABLE)}
         ranks = rpc.call(server.base_url, "kvqual_identity", parts, timeout_s=timeout_s)
         taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=timeout_s)
         self._bundle.write(IDENTITY_AFTER, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "taps": taps})
-        for part in ("parameters", "scales"):
+        for part in _ALTERABLE:
             for rank, (before, after) in enumerate(zip(self._identity, ranks, strict=True)):
                 if _part(before, part) != _part(after, part):
                     raise CaptureError(
@@ -296,12 +300,30 @@ class Attempt:
         self._identity = observed["ranks"]
 
     def identity_poison(self, faults: Sequence[str]) -> None:
-        """The same reading under each planted fault: ``identity-poison.json``."""
+        """The reading of ``identity.json`` under each planted fault: ``identity-poison.json``.
+
+        Only weights and scales are read again: a live fault cannot alter files, and hashing 18,000 of them for each
+        fault would be most of the gate's time.
+        """
+        if self._identity is None:
+            raise CaptureError(f"{self._label}: found no healthy identity, expected one before its seeded faults")
         entries = []
         for number, fault in enumerate(faults, start=1):
             self._say(f"identity, seeded faults {number}/{len(faults)}")
             with self._planted(fault):
-                entries.append({"fault": fault, "identity": self._observed()})
+                ranks = self._call("kvqual_identity", {"parts": list(_ALTERABLE)})
+            observed: list[object] = []
+            for before, after in zip(self._identity, ranks, strict=True):
+                if not isinstance(before, dict) or not isinstance(after, dict):
+                    raise CaptureError(f"{self._label}: found {after!r:.100} from a rank, expected a mapping")
+                observed.append({**before, **after})
+            identity = {
+                "schema": 1,
+                "arm": self._selection.arm.name,
+                "ranks": observed,
+                "sockets": [[it.address, it.port] for it in self._live().sockets()],
+            }
+            entries.append({"fault": fault, "identity": identity})
         self._bundle.write(IDENTITY_POISON, {"schema": 1, "poison": entries})
 
     def _observed(self) -> Observed:

@@ -331,9 +331,9 @@ def probe_layout(
     Args:
         write: The backend's own update; called on scratch caches only.
         head_size: Elements of one K or V vector.
-        block_size: Positions of one block.
-        kv_heads: Heads of the scratch caches.
-        dtype: The 16-bit dtype of K, V and the scratch caches.
+        block_size: Slots per block.
+        kv_heads: KV heads of the cache.
+        dtype: The 16-bit dtype of K and V.
 
     Raises:
         FormatError: The elements do not map one to one onto the tile, heads or blocks differ, or random bits do not
@@ -508,7 +508,7 @@ def _slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
     capacity = cache.shape[0] * cache.shape[2]
     if slots.dim() != 1 or slots.dtype != torch.int64:
         raise FormatError(f"found slots {slots.dtype} {tuple(slots.shape)}, expected int64 [T]")
-    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= capacity):
+    if slots.numel() and not (int(slots.min()) >= 0 and int(slots.max()) < capacity):
         raise FormatError(
             f"found slots from {int(slots.min())} to {int(slots.max())}, expected 0 to {capacity - 1}, in a cache read"
         )

@@ -165,6 +165,11 @@ def environment(selection: Selection, *, inherited: Mapping[str, str]) -> dict[s
     env["VLLM_HOST_IP"] = "127.0.0.1"
     env["GLOO_SOCKET_IFNAME"] = "lo"
     env["DO_NOT_TRACK"] = "1"
+    if study.platform == "cpu":
+        # libgomp's threads spin between parallel regions for as long as they are no more than the CPUs. With the worker
+        # inside the core's process they are as many, and each moment that the API server, or anything else, runs on one
+        # of these CPUs holds up a region for a whole time slice of spinning. After so many rounds they sleep instead.
+        env["GOMP_SPINCOUNT"] = "1000"
     env.update(study.engine.environment)
     env.update(arm.environment)
     return env

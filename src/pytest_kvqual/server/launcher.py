@@ -6,11 +6,11 @@ is when processes start, and nothing after that.
 
 On a CPU the engine's core is a second process, started by the ``spawn`` method of :mod:`multiprocessing`: a fresh
 interpreter, which imports torch and vLLM once more while the API server waits. (On CUDA vLLM forks instead, and there
-is nothing to gain.) Here the process for the core is forked off as soon as the imports are done, before the main program
-runs and before anything starts a thread or an OpenMP pool. It imports what only the core needs while the API server
-makes its configuration, and then waits for the process object that ``spawn`` would have sent to a fresh interpreter.
-That object, the environment and the arguments are the API server's at that moment; the core's process is the API
-server's child, with the same pipes, as under ``spawn``.
+is nothing to gain.) Here the process for the core is forked off as soon as the imports are done, before the main
+program runs and before anything starts a thread or an OpenMP pool. It imports what only the core needs while the API
+server makes its configuration, and then waits for the process object that ``spawn`` would have sent to a fresh
+interpreter. That object, the environment and the arguments are the API server's at that moment; the core's process is
+the API server's child, with the same pipes, as under ``spawn``.
 
 A process object that cannot be handed over this way, and every process after the first, is spawned as usual.
 """
@@ -83,8 +83,7 @@ def _become(source: int, modules: tuple[str, ...]) -> None:
                 environment, preparation = pickle.load(pipe)
             except EOFError:
                 os._exit(0)
-            os.environ.clear()
-            os.environ.update(environment)
+            _adopt(environment)
             current: Any = multiprocessing.process.current_process()
             current._inheriting = True
             try:
@@ -99,6 +98,20 @@ def _become(source: int, modules: tuple[str, ...]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _adopt(environment: dict[str, str]) -> None:
+    """Take over the parent's variables, and act on the one that a fresh interpreter would have read on import."""
+    # Only differences: setproctitle finds the memory of the process's title by the first variable.
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    threads = environment.get("OMP_NUM_THREADS", "")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and threads.isdecimal() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
 
 
 class StandbyPopen(SpawnPopen):

@@ -126,6 +126,15 @@ def test_the_engines_own_traffic_stays_on_loopback(selection: Selection) -> None
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
 
 
+def test_threads_do_not_spin_for_ever_on_a_cpu(selection: Selection) -> None:
+    """A CPU study bounds the spinning of OpenMP threads, unless it says otherwise; a GPU study is left alone."""
+    assert make(selection)[1]["GOMP_SPINCOUNT"] == "1000"
+    arm = replace(selection.arm, environment={"GOMP_SPINCOUNT": "0"})
+    assert make(replace(selection, arm=arm))[1]["GOMP_SPINCOUNT"] == "0"
+    study = replace(selection.study, platform="gpu")
+    assert "GOMP_SPINCOUNT" not in make(replace(selection, study=study))[1]
+
+
 def test_a_scale_that_is_not_finite_is_refused(selection: Selection) -> None:
     """JSON has no NaN: such a scale cannot reach the worker."""
     config = worker_config(selection, model=Path("/m"), v_scales=(float("nan"),))
