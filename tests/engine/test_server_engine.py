@@ -161,7 +161,8 @@ def test_forced_tokens_are_the_targets_with_their_raw_loss(server: Server, selec
         losses = choice["logprobs"]["token_logprobs"]
         assert len(losses) == len(item.targets)
         # After forcing, the distribution is one point: every figure would be zero.
-        assert all(math.isfinite(loss) and loss < 0 for loss in losses)
+        assert all(math.isfinite(loss) and loss <= 0 for loss in losses)
+        assert sum(losses) < -1
     # The same figures without the processor: the prompt's own log-probabilities over prompt and targets.
     item = panel.items[0]
     answer = cast(

@@ -21,7 +21,7 @@ BACKENDS: dict[str, tuple[ModuleType, formats.Format]] = {
     "k16v8": (k16v8, formats.K16V8()),
 }
 SCALE = 0.0375
-FAST = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 
 # Pairwise different head count, group and block size; blocks below, at and above the size of one batched item.
 GEOMETRIES = (
@@ -128,7 +128,7 @@ def make_step(
 
 
 def attend(name: str, step: Step) -> torch.Tensor:
-    output = torch.full_like(step.query, math.nan)
+    output: torch.Tensor = torch.full_like(step.query, math.nan)
     returned: torch.Tensor = BACKENDS[name][0].attend(
         step.query,
         step.cache,

@@ -137,15 +137,23 @@ async def send(http: httpx.AsyncClient, request: Request, *, timeout_s: float) -
 async def send_serial(
     base_url: str, requests: Sequence[Request], *, timeout_s: float, on_response: OnResponse | None = None
 ) -> list[Response]:
-    """Send one request after the other, each after the answer to the one before it."""
-    responses = []
+    """Send one request after the other, each after the answer to the one before it.
+
+    After a request that got no answer at all the rest are failures that were not sent: a server that is gone or hangs
+    costs one time limit, not one for each request.
+    """
+    emit = _InOrder(len(requests), on_response)
+    trouble: str | None = None
     async with client(base_url, timeout_s=timeout_s) as http:
-        for request in requests:
+        for position, request in enumerate(requests):
+            if trouble is not None:
+                emit.put(position, _failed(request, None, f"NotSent: {trouble}"))
+                continue
             response = await send(http, request, timeout_s=timeout_s)
-            responses.append(response)
-            if on_response is not None:
-                on_response(response)
-    return responses
+            if response.status is None:
+                trouble = f"{request.id!r} got no answer"
+            emit.put(position, response)
+    return emit.all()
 
 
 async def send_natural(
@@ -156,18 +164,29 @@ async def send_natural(
     timeout_s: float,
     on_response: OnResponse | None = None,
 ) -> list[Response]:
-    """Keep ``concurrency`` requests in flight, dispatched in order; responses in the order of the requests."""
+    """Keep ``concurrency`` requests in flight, dispatched in order; responses in the order of the requests.
+
+    After a request that got no answer at all no further one is sent, as in :func:`send_serial`.
+    """
     emit = _InOrder(len(requests), on_response)
     gate = asyncio.Semaphore(concurrency)
+    trouble: str | None = None
     async with client(base_url, timeout_s=timeout_s) as http:
 
         async def one(position: int, request: Request) -> None:
+            nonlocal trouble
             async with gate:
-                emit.put(position, await send(http, request, timeout_s=timeout_s))
+                if emit.broken:
+                    return
+                if trouble is not None:
+                    response = _failed(request, None, f"NotSent: {trouble}")
+                else:
+                    response = await send(http, request, timeout_s=timeout_s)
+                    if response.status is None:
+                        trouble = f"{request.id!r} got no answer"
+                emit.put(position, response)
 
-        async with asyncio.TaskGroup() as group:
-            for position, request in enumerate(requests):
-                group.create_task(one(position, request))
+        await _all([asyncio.create_task(one(position, request)) for position, request in enumerate(requests)])
     return emit.all()
 
 
@@ -218,37 +237,52 @@ async def send_wave(
                 tasks.append(task)
                 accepted = await follower.wait_for(f"Added request cmpl-{request.request_id}-", task)
                 if not accepted and not task.done():
-                    # Its place in the queue is unknown: the wave would not be the declared one.
+                    # Its place in the queue is unknown: the wave is not the declared one, and ends here.
                     refusals[position] = (
                         f"NotAccepted: the engine's log shows no such request after {_ACCEPT_LIMIT_S:g} s"
                     )
                     task.cancel()
+                    break
             trouble = await _control(http, "/resume")
-            if trouble is not None:
+            if trouble is not None and tasks:
                 await asyncio.wait(tasks, timeout=_ABANDON_S)
                 for position, task in enumerate(tasks):
                     if not task.done():
                         refusals[position] = f"NotResumed: {trouble}"
                         task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
-        finally:
+        except BaseException:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        finally:
+            await _all(tasks)
         for position, request in enumerate(requests):
             if not emit.has(position):
-                emit.put(position, _failed(request, None, refusals.get(position, "Cancelled: not completed")))
+                emit.put(position, _failed(request, None, refusals.get(position, "NotSent: one before was refused")))
     return emit.all()
 
 
+async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait until every task has ended, cancelled ones included, and raise the first error.
+
+    No request makes a task raise. What keeping a response raises does: evidence that cannot be written ends a capture.
+    """
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, BaseException) and not isinstance(ended, asyncio.CancelledError):
+            raise ended
+
+
 class _InOrder:
-    """Collects responses by position and hands each on once all before it are there."""
+    """Collects responses by position and hands each on once all before it are there.
+
+    ``broken`` is set once handing on has failed; nothing is handed on after that.
+    """
 
     def __init__(self, total: int, on_response: OnResponse | None) -> None:
         self._slots: list[Response | None] = [None] * total
         self._next = 0
         self._on_response = on_response
+        self.broken = False
 
     def has(self, position: int) -> bool:
         return self._slots[position] is not None
@@ -257,8 +291,10 @@ class _InOrder:
         self._slots[position] = response
         while self._next < len(self._slots) and (ready := self._slots[self._next]) is not None:
             self._next += 1
-            if self._on_response is not None:
+            if self._on_response is not None and not self.broken:
+                self.broken = True
                 self._on_response(ready)
+                self.broken = False
 
     def all(self) -> list[Response]:
         return [response for response in self._slots if response is not None]

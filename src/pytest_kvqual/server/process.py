@@ -12,6 +12,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -79,10 +80,13 @@ class ProcessTree:
     """
 
     def __init__(self, command: Command, *, log: Path, stop_s: float) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch()
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+            self.log_start = log.stat().st_size
+        except OSError as error:
+            raise ServerError(f"cannot write the log {log}: {error.strerror or error}") from error
         self.log = log
-        self.log_start = log.stat().st_size
         self._stop_s = stop_s
         self._lock = threading.Lock()
         self._lines: list[dict[str, object]] = []
@@ -138,7 +142,8 @@ class ProcessTree:
         if ended is None:
             return None
         code = ended.get("exit")
-        return code if isinstance(code, int) else -1
+        # No word from the supervisor: it was killed, and its end is a SIGKILL of the first process.
+        return code if isinstance(code, int) else -signal.SIGKILL
 
     def alive(self) -> bool:
         """True while the first process runs."""

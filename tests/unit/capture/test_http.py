@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.errors import CaptureError
+from pytest_kvqual.errors import CaptureError, EvidenceError
 
 if TYPE_CHECKING:
     from tests.unit.capture.conftest import FakeEngine
@@ -77,15 +77,19 @@ def test_a_server_killed_in_a_wave_fails_every_request_once(engine: FakeEngine) 
     )
 
 
-def test_a_request_that_the_log_does_not_show_is_a_failure(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request whose place in the queue is unknown does not count as answered."""
+def test_a_request_that_the_log_does_not_show_ends_the_wave(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request whose place in the queue is unknown does not count as answered, and no further one is sent."""
     monkeypatch.setattr(http, "_ACCEPT_LIMIT_S", 0.3)
     engine.mute = {1}
     responses = wave(engine, requests(3))
     assert responses[0].error is None
     assert responses[1].error is not None
     assert responses[1].error.startswith("NotAccepted: ")
-    assert responses[2].error is None
+    assert responses[2].error is not None
+    assert responses[2].error.startswith("NotSent: ")
+    assert engine.order == ["q0", "q1"]
 
 
 def test_an_engine_that_does_not_resume_fails_the_wave(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +111,46 @@ def test_a_request_has_a_total_time_limit(engine: FakeEngine) -> None:
     assert response.error is not None
     assert "Timeout" in response.error
     assert response.body is None
+
+
+@pytest.mark.parametrize("schedule", ["serial", "natural"])
+def test_a_server_that_hangs_costs_one_time_limit(engine: FakeEngine, schedule: str) -> None:
+    """After a request without any answer the rest are failures that were not sent."""
+    engine.running.clear()
+    begun = time.monotonic()
+    if schedule == "serial":
+        responses = asyncio.run(http.send_serial(engine.base_url, requests(20), timeout_s=0.4))
+    else:
+        responses = asyncio.run(http.send_natural(engine.base_url, requests(20), concurrency=2, timeout_s=0.4))
+    assert time.monotonic() - begun < 3
+    assert len(responses) == 20
+    assert all(response.error for response in responses)
+    assert sum("NotSent: " in str(response.error) for response in responses) >= 18
+    assert len(engine.order) <= 2
+
+
+@pytest.mark.parametrize("schedule", ["serial", "natural", "wave"])
+def test_evidence_that_cannot_be_kept_ends_the_capture(engine: FakeEngine, schedule: str) -> None:
+    """An error from the keeper of responses is raised, once, and nothing is handed over after it."""
+    kept: list[str] = []
+
+    def keep(response: http.Response) -> None:
+        kept.append(response.id)
+        if response.id == "r1":
+            raise EvidenceError("no space left")
+
+    def capture() -> None:
+        asked = requests(6)
+        if schedule == "serial":
+            asyncio.run(http.send_serial(engine.base_url, asked, timeout_s=10, on_response=keep))
+        elif schedule == "natural":
+            asyncio.run(http.send_natural(engine.base_url, asked, concurrency=2, timeout_s=10, on_response=keep))
+        else:
+            wave(engine, asked, on_response=keep)
+
+    with pytest.raises(EvidenceError, match="no space left"):
+        capture()
+    assert kept == ["r0", "r1"]
 
 
 def test_serial_sends_one_at_a_time_in_order(engine: FakeEngine) -> None:

@@ -289,7 +289,15 @@ def test_sigkill_of_the_supervisor_ends_the_first_process(program: Program, tmp_
     os.kill(tree._supervisor.pid, signal.SIGKILL)
     wait_until(lambda: gone(tree.pid))
     wait_until(lambda: not tree.alive())
+    assert tree.exit_status() == -signal.SIGKILL
     tree.stop()
+
+
+def test_a_log_that_cannot_be_written_is_one_clear_error(program: Program, tmp_path: Path) -> None:
+    """A log below a file is refused with its path, and nothing starts."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServerError, match=r"cannot write the log .*file/log: "):
+        ProcessTree(program("raise SystemExit(0)"), log=tmp_path / "file" / "log", stop_s=0.5)
 
 
 def test_a_batch_program_is_waited_for(program: Program, tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 An arm names ``register_k16v16`` or ``register_k16v8`` in ``before_load``. Each replaces the class behind
 ``AttentionBackendEnum.CPU_ATTN`` in the worker process, which is the one that vLLM's CPU platform selects.
 ``get_name()`` therefore stays ``CPU_ATTN``: the attention layer looks its backend up by that name in the enum. What
-tells the arms apart is ``kvqual_name`` (``KVQUAL_K16V16``, ``KVQUAL_K16V8``); a stock backend has no such attribute, so
-``declared_name(backend)`` is what records must use.
+tells the arms apart is ``kvqual_name`` (``KVQUAL_K16V16``, ``KVQUAL_K16V8``); a stock backend has no such attribute,
+so ``declared_name(backend)`` is what records must use.
 
 The cache's shape is the backend's: vLLM passes the layer's spec through ``customize_spec`` before it sizes the pool
 (``vllm.v1.worker.utils.customize_attention_spec``). K16/V8 asks for ``[blocks, kv_heads, block, 3 * head_size]`` bytes,
@@ -117,13 +117,13 @@ class _Impl(CPUAttentionBackendImpl):
 
 
 class K16V16Impl(_Impl):
-    """Attention over 16-bit K and V."""
+    """One layer of K16/V16."""
 
     functions: ClassVar[_Functions] = reference
 
 
 class K16V8Impl(_Impl):
-    """Attention over 16-bit K and E4M3 V."""
+    """One layer of K16/V8."""
 
     functions: ClassVar[_Functions] = k16v8
 
