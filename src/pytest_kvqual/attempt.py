@@ -472,13 +472,13 @@ class Attempt:
 
     def _steps(self, what: str) -> Callable[[int, int], None]:
         """Takes (done, total) and says so at the end, and in between not more often than a reader can follow."""
-        last_ns = monotonic_ns()
+        last_ns, last = monotonic_ns(), 0
 
         def step(done: int, total: int) -> None:
-            nonlocal last_ns
+            nonlocal last_ns, last
             now = monotonic_ns()
-            if done == total or now - last_ns >= PROGRESS_S * 1e9:
-                last_ns = now
+            if done != last and (done == total or now - last_ns >= PROGRESS_S * 1e9):
+                last_ns, last = now, done
                 self._say(f"{what} {done}/{total}")
 
         return step
