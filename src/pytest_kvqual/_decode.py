@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from pytest_kvqual.errors import KvqualError
 
@@ -23,6 +23,16 @@ class _Required:
 
 
 REQUIRED = _Required()
+
+
+def _finite(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that float64 holds; an integer beyond it is not, and ``True`` is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 class Table:
@@ -130,7 +140,7 @@ class Table:
         expected = "a finite number" + _bounds(minimum, maximum)
         self._absent(key, REQUIRED, expected)
         value = self._values[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _finite(value):
             self._refuse(self.where(key), value, expected)
         if (minimum is not None and not value >= minimum) or (maximum is not None and not value <= maximum):
             self._refuse(self.where(key), value, expected)
@@ -183,7 +193,7 @@ class Table:
         """A list of finite numbers."""
         values = self._list(key, "a list of numbers")
         for index, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not _finite(value):
                 self._refuse(f"{self.where(key)}[{index}]", value, "a finite number")
         return tuple(float(value) for value in values)  # type: ignore[arg-type]  # each element was checked above
 

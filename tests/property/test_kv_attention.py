@@ -21,7 +21,7 @@ BACKENDS: dict[str, tuple[ModuleType, formats.Format]] = {
     "k16v8": (k16v8, formats.K16V8()),
 }
 SCALE = 0.0375
-FAST = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+FAST = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 
 # Pairwise different head count, group and block size; blocks below, at and above the size of one batched item.
 GEOMETRIES = (
@@ -128,8 +128,8 @@ def make_step(
 
 
 def attend(name: str, step: Step) -> torch.Tensor:
-    output = torch.full_like(step.query, math.nan)
-    returned = BACKENDS[name][0].attend(
+    output: torch.Tensor = torch.full_like(step.query, math.nan)
+    returned: torch.Tensor = BACKENDS[name][0].attend(
         step.query,
         step.cache,
         step.table,
@@ -140,7 +140,7 @@ def attend(name: str, step: Step) -> torch.Tensor:
         output=output,
     )
     assert returned is output
-    return output
+    return returned
 
 
 def exact(name: str, geometry: Geometry, request: Request) -> tuple[torch.Tensor, torch.Tensor]:

@@ -145,3 +145,11 @@ def test_helpers_for_messages() -> None:
     assert describe({}) == "a table that is empty"
     assert nearest("candidat", ("native", "candidate")) == "did you mean 'candidate'?"
     assert nearest("zzz", ("native",)) == ""
+
+
+@pytest.mark.parametrize("read", [lambda t: t.number("n"), lambda t: t.numbers("many")])
+def test_an_integer_beyond_float64_is_refused(read: Callable[[Table], object]) -> None:
+    """An integer that no float64 holds is no finite number, and no traceback."""
+    table = Table({"n": 10**400, "many": [10**400]}, origin="FILE", error=StudyError, known=("n", "many"))
+    with pytest.raises(StudyError, match="expected a finite number"):
+        read(table)

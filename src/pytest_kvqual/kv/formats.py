@@ -14,8 +14,8 @@ Formats:
                       depends on the instruction set and is found by ``probe_layout``
 ====================  =====================================================================================
 
-The E4M3 codec here is written from the definition (OCP OFP8 1.0, section 5.2) over an explicit table of the 127 finite
-magnitudes, so that it shares no code with the casts that backends use.
+The E4M3 codec here is written from the definition (OCP OFP8 1.0, section 5.2) in integer arithmetic and an explicit
+table, so that it shares no code with the casts that backends use.
 """
 
 from __future__ import annotations
@@ -114,39 +114,28 @@ def e4m3_values() -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-@cache
-def _e4m3_midpoints() -> torch.Tensor:
-    """Float64 ``[126]``: halfway between each two neighbouring finite magnitudes; each is exact in float32."""
-    magnitudes = e4m3_values()[:127].double()
-    return (magnitudes[1:] + magnitudes[:-1]) / 2
-
-
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
     """E4M3 bytes of ``values``: clamped to +-448, rounded to nearest, ties to even; NaN keeps its sign bit.
 
+    From 2**-6 on, the three mantissa bits are the float32's upper ones, rounded at bit 20, and the exponent bias goes
+    from 127 to 7. Below, the code is the number of steps of 2**-9.
+
     Args:
-        values: Floating, any shape. The rounding is done on the float64 value.
+        values: float32, any shape.
 
     Returns:
         uint8 of the same shape.
     """
-    wide = values.double()
-    magnitude = wide.abs().clamp(max=E4M3_MAX)
-    midpoints = _e4m3_midpoints()
-    low = torch.bucketize(magnitude, midpoints)  # midpoints[low-1] < magnitude <= midpoints[low]
-    tie = magnitude == midpoints[low.clamp(max=midpoints.numel() - 1)]
-    # A tie lies between codes `low` and `low + 1`; bucketize chose `low`, the even code wins.
-    code = torch.where(tie & (low % 2 == 1), low + 1, low)
-    code = torch.where(wide.isnan(), 0x7F, code)
-    return (code + torch.signbit(wide) * 0x80).to(torch.uint8)
-
-
-@cache
-def _e4m3_of_sixteen(dtype: torch.dtype, v_scale: float) -> torch.Tensor:
-    """The E4M3 byte of float32 ``V / v_scale`` for each of the 65,536 bit patterns of a 16-bit V: uint8 ``[65536]``."""
-    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
-    # float64 then float32 equals one float32 division of float32 operands (53 >= 2 * 24 + 2 bits).
-    return encode_e4m3((values.double() / v_scale).float())
+    bits = values.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    clamped = magnitude.clamp(max=0x43E00000)  # 448.0
+    steps = torch.round(clamped.view(torch.float32) * 512.0).to(torch.int32)
+    small = clamped < 0x3C800000  # 2**-6
+    odd = (clamped >> 20).bitwise_and_(1)
+    code = clamped.add_(0x7FFFF).add_(odd).bitwise_right_shift_(20).sub_((127 - 7) << 3)
+    code = torch.where(small, steps, code)
+    code = torch.where(magnitude > 0x7F800000, 0x7F, code)
+    return code.bitwise_or_((bits >> 24).bitwise_and_(0x80)).to(torch.uint8)
 
 
 # -- Our own formats ----------------------------------------------------------------------------------------------
@@ -207,8 +196,8 @@ class K16V8:
 
     def encode(self, key: torch.Tensor, value: torch.Tensor, v_scale: float) -> Cells:
         _same(key, value, self.dtype, self.name)
-        pattern = value.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
-        return Cells(k=_bytes(key), v=_e4m3_of_sixteen(self.dtype, _scale(v_scale))[pattern])
+        divisor = _scale(v_scale)
+        return Cells(k=_bytes(key), v=encode_e4m3(value.float() / divisor))
 
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         value = e4m3_values()[cells.v.long()] * _scale(v_scale)
@@ -330,6 +319,10 @@ def probe_layout(
 
     Args:
         write: The backend's own update; called on scratch caches only.
+        head_size: Elements of one K or V vector.
+        block_size: Positions of one block.
+        kv_heads: Heads of the scratch caches.
+        dtype: The 16-bit dtype of K, V and the scratch caches.
 
     Raises:
         FormatError: The elements do not map one to one onto the tile, heads or blocks differ, or random bits do not
@@ -504,7 +497,7 @@ def _slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
     capacity = cache.shape[0] * cache.shape[2]
     if slots.dim() != 1 or slots.dtype != torch.int64:
         raise FormatError(f"found slots {slots.dtype} {tuple(slots.shape)}, expected int64 [T]")
-    if slots.numel() and not (0 <= int(slots.min()) and int(slots.max()) < capacity):
+    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= capacity):
         raise FormatError(
             f"found slots from {int(slots.min())} to {int(slots.max())}, expected 0 to {capacity - 1}, in a cache read"
         )

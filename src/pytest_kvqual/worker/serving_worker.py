@@ -84,6 +84,8 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self._kvqual_scales["before_warmup"] = scales.snapshot(self.kvqual_layers())
         for path in self.kvqual_config.after_init:
             resolve(path)(self)
+        # What an arm brings stays for the life of the server; only faults planted by RPC are taken back.
+        self.kvqual_undo.clear()
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up; the scales are read immediately before graphs are captured, or at its end where none are."""

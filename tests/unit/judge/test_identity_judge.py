@@ -125,6 +125,12 @@ BROKEN = {
         7,
         f"parameter 'norm.weight' is now {'d' * 64}, expected {'b' * 64} as loaded",
     ),
+    "a kernel's copy that differs": (
+        (*RANK, "parameters", "now", "norm.weight"),
+        "parameter b, its kernel's copy d",
+        7,
+        f"is now parameter b, its kernel's copy d, expected {'b' * 64} as loaded",
+    ),
     "a weight loaded otherwise": (
         (*RANK, "parameters"),
         lambda sides: {**sides, "loaded": {**sides["loaded"], "norm.weight": "c" * 64}},
@@ -205,7 +211,7 @@ GAPS = {
     "NaN for a number": ((*RANK, "layers", 0, "v_bytes_per_element"), math.nan, "v_bytes_per_element"),
     "an integer beyond float64": ((*RANK, "layers", 0, "v_bytes_per_element"), 10**400, "range"),
     "no parameters": ((*RANK, "parameters"), {"loaded": {}, "now": {}, "expected": {}}, "no parameter"),
-    "a digest that is none": ((*RANK, "parameters", "now", "norm.weight"), "x", "norm.weight"),
+    "a digest that is none": ((*RANK, "parameters", "loaded", "norm.weight"), "x", "norm.weight"),
     "no scales at one moment": ((*RANK, "scales", "before_warmup"), DELETE, "before_warmup"),
     "scales of fewer layers": ((*RANK, "scales", "now", 1), DELETE, f"lacks layer '{LAYER}'"),
     "no copy of a scale": ((*RANK, "scales", "before_warmup", 1, "v"), {}, "no copy"),

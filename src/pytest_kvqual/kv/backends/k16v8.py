@@ -26,7 +26,9 @@ class E4M3:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def load(self, raw: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
-        if bool(((raw & 0x7F) == 0x7F).any()):
+        magnitude = paged.scratch("magnitude", tuple(raw.shape), torch.uint8)
+        torch.bitwise_and(raw, 0x7F, out=magnitude)
+        if int(magnitude.max()) == 0x7F:
             out.copy_(raw.view(torch.float8_e4m3fn))
             out.mul_(2.0**-8)
             return

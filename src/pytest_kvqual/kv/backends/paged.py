@@ -30,8 +30,8 @@ import torch
 from pytest_kvqual.errors import FormatError
 
 _ITEM_POSITIONS = 128
-_CHUNK_POSITIONS = 12288
-"""Cache positions gathered at a time: bounds the float32 copies (two of ``Hkv * D * 4`` bytes per position)."""
+_CHUNK_POSITIONS = 6144
+"""Cache positions gathered at a time: their cells and one float32 copy should fit the second-level caches."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -220,45 +220,30 @@ def _attend_single(
     sums = torch.empty(count, kv_heads, group, 1)
     partial = _scratch.take("partial", (count, kv_heads, group, head_size), torch.float32)
     size = max(1, _CHUNK_POSITIONS // positions)
-    partial_tail = valid < positions
+    tails = (valid < positions).tolist()
+    left = valid.tolist()
     for begin in range(0, count, size):
         end = min(begin + size, count)
         width = end - begin
         tile = _gather(raw, blocks[begin:end].flatten())
-        clear = partial_tail[begin:end].nonzero().flatten()
-        if clear.numel():
-            _clear_tail(tile, clear, valid[begin:end][clear], blocks_per_item)
-        keys = _scratch.take("keys", (width, kv_heads, positions, head_size), torch.float32)
-        values = _scratch.take("values", (width, kv_heads, positions, head_size), torch.float32)
-        if blocks_per_item == 1:
-            keys.copy_(tile[..., : 2 * head_size].view(query.dtype))
-            codec.load(tile[..., 2 * head_size :], values, query.dtype)
-        else:
-            split = (width, blocks_per_item, kv_heads, block_size, head_size)
-            source = tile.view(*split[:-1], content)
-            keys.view(width, kv_heads, blocks_per_item, block_size, head_size).transpose(1, 2).copy_(
-                source[..., : 2 * head_size].view(query.dtype)
-            )
-            codec.load(
-                source[..., 2 * head_size :],
-                values.view(width, kv_heads, blocks_per_item, block_size, head_size).transpose(1, 2),
-                query.dtype,
-            )
+        clear = [item for item in range(width) if tails[begin + item]]
+        _clear_tails(tile, clear, left[begin:end], blocks_per_item)
+        cells = tile.view(width, blocks_per_item, kv_heads, block_size, content)
+        # One float32 buffer for K and then for V: what is not touched twice stays in the cache of a core.
+        wide = _scratch.take("wide", (width, kv_heads, blocks_per_item, block_size, head_size), torch.float32)
+        paged, flat = wide.transpose(1, 2), wide.view(width * kv_heads, positions, head_size)
+        paged.copy_(cells[..., : 2 * head_size].view(query.dtype))
         own = scaled.index_select(0, item_row[begin:end]).view(width * kv_heads, group, head_size)
-        scores = torch.bmm(own, keys.view(width * kv_heads, positions, head_size).transpose(1, 2))
-        scores = scores.view(width, kv_heads, group, positions)
-        if clear.numel():
-            beyond = torch.arange(positions) >= valid[begin:end][clear][:, None]
-            scores[clear] = scores[clear].masked_fill_(beyond[:, None, None, :], -torch.inf)
+        weights = torch.bmm(own, flat.transpose(1, 2))
+        scores = weights.view(width, kv_heads, group, positions)
+        for item in clear:
+            scores[item, :, :, left[begin + item] :].fill_(-torch.inf)
         peak = maxima[begin:end]
         torch.amax(scores, dim=-1, keepdim=True, out=peak)
-        weights = scores.sub_(peak).exp_()
-        torch.sum(weights, dim=-1, keepdim=True, out=sums[begin:end])
-        torch.bmm(
-            weights.view(width * kv_heads, group, positions),
-            values.view(width * kv_heads, positions, head_size),
-            out=partial[begin:end].view(width * kv_heads, group, head_size),
-        )
+        scores.sub_(peak).exp_()
+        torch.sum(scores, dim=-1, keepdim=True, out=sums[begin:end])
+        codec.load(cells[..., 2 * head_size :], paged, query.dtype)
+        torch.bmm(weights, flat, out=partial[begin:end].view(width * kv_heads, group, head_size))
     merged = _merge(maxima, sums, partial, present.sum(dim=1).tolist())
     merged *= codec.factor(v_scale)
     result.index_copy_(0, query_rows, merged.view(-1, query_heads, head_size).to(result.dtype))
@@ -278,16 +263,16 @@ def _gather(raw: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return tile
 
 
-def _clear_tail(tile: torch.Tensor, items: torch.Tensor, valid: torch.Tensor, blocks_per_item: int) -> None:
-    """Sets the bytes of positions from ``valid`` on to zero, in the given items of ``tile``, in place."""
+def _clear_tails(tile: torch.Tensor, items: list[int], valid: list[int], blocks_per_item: int) -> None:
+    """Sets the bytes of positions from ``valid[item]`` on to zero, in the given items of ``tile``, in place."""
     block_size = tile.shape[2]
-    first = torch.arange(blocks_per_item)
-    at = (items[:, None] * blocks_per_item + first).flatten()
-    left = (valid[:, None] - first * block_size).flatten()
-    beyond = torch.arange(block_size) >= left[:, None]
-    partly = beyond.any(dim=1).nonzero().flatten()
-    at, beyond = at[partly], beyond[partly]
-    tile.index_copy_(0, at, tile.index_select(0, at).masked_fill_(beyond[:, None, :, None], 0))
+    for item in items:
+        count = valid[item]
+        block = item * blocks_per_item + count // block_size
+        if count % block_size:
+            tile[block, :, count % block_size :].zero_()
+            block += 1
+        tile[block : (item + 1) * blocks_per_item].zero_()
 
 
 def _merge(maxima: torch.Tensor, sums: torch.Tensor, partial: torch.Tensor, widths: list[int]) -> torch.Tensor:

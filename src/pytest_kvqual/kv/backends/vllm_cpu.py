@@ -1,10 +1,10 @@
 """The glue that puts our backends into stock vLLM 0.32 on a CPU.
 
 An arm names ``register_k16v16`` or ``register_k16v8`` in ``before_load``. Each replaces the class behind
-``AttentionBackendEnum.CPU_ATTN`` in the worker process, which is the one that vLLM's CPU platform selects. ``get_name()``
-therefore stays ``CPU_ATTN``: the attention layer looks its backend up by that name in the enum. What tells the arms
-apart is ``kvqual_name`` (``KVQUAL_K16V16``, ``KVQUAL_K16V8``); a stock backend has no such attribute, so
-``declared_name(backend)`` is what records must use.
+``AttentionBackendEnum.CPU_ATTN`` in the worker process, which is the one that vLLM's CPU platform selects.
+``get_name()`` therefore stays ``CPU_ATTN``: the attention layer looks its backend up by that name in the enum. What
+tells the arms apart is ``kvqual_name`` (``KVQUAL_K16V16``, ``KVQUAL_K16V8``); a stock backend has no such attribute,
+so ``declared_name(backend)`` is what records must use.
 
 The cache's shape is the backend's: vLLM passes the layer's spec through ``customize_spec`` before it sizes the pool
 (``vllm.v1.worker.utils.customize_attention_spec``). K16/V8 asks for ``[blocks, kv_heads, block, 3 * head_size]`` bytes,
@@ -117,10 +117,14 @@ class _Impl(CPUAttentionBackendImpl):
 
 
 class K16V16Impl(_Impl):
+    """One layer of K16/V16."""
+
     functions: ClassVar[_Functions] = reference
 
 
 class K16V8Impl(_Impl):
+    """One layer of K16/V8."""
+
     functions: ClassVar[_Functions] = k16v8
 
 
@@ -158,7 +162,7 @@ class _Backend(CPUAttentionBackend):
     kvqual_name: ClassVar[str]
 
     @staticmethod
-    def get_builder_cls() -> type[Builder]:  # type: ignore[override]  # a sibling of the stock builder
+    def get_builder_cls() -> type[Builder]:
         return Builder
 
     @classmethod

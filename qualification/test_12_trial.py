@@ -1,0 +1,18 @@
+"""Gate 12, trial: asked for with -m 'cpu and timing'."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_kvqual.session import Gate
+
+pytestmark = [pytest.mark.cpu, pytest.mark.gpu, pytest.mark.timing]
+
+
+@pytest.mark.gate("trial")
+def test_trial(gate: Gate) -> None:
+    """Timing is refused unless every gate above it has a standing PASS receipt."""
+    gate.decide()

@@ -1,0 +1,484 @@
+"""One attempt of one arm: a bundle of evidence, the server it comes from, and what is captured from it.
+
+What is captured, under which names; nothing here knows a gate's rule. A failed attempt is closed as failed and stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
+
+from pytest_kvqual._clock import monotonic_ns
+from pytest_kvqual.errors import CaptureError, KvqualError
+
+if TYPE_CHECKING:
+    from pytest_kvqual.evidence.bundle import Bundle
+    from pytest_kvqual.evidence.records import Scope
+    from pytest_kvqual.hooks import Progress
+    from pytest_kvqual.server.process import Server
+    from pytest_kvqual.study.model import Arm, Selection
+    from pytest_kvqual.study.panels import Panel
+
+IDENTITY, IDENTITY_POISON, IDENTITY_AFTER = "identity.json", "identity-poison.json", "identity-after.json"
+ORACLE = "oracle.json"
+PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
+NLL, NLL_AGAIN = "nll.jsonl", "nll-again.jsonl"
+SERVER_LOG, REFERENCE_LOG, REFERENCE_CONFIG = "server.log", "reference.log", "reference-config.json"
+
+PROGRESS_S: Final = 10.0
+"""Least time between two lines about one step, in seconds."""
+
+
+def poisoned(name: str, fault: str) -> str:
+    """The file of a capture under a planted fault: ``nll.jsonl`` -> ``nll-poison-FAULT.jsonl``."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-poison-{fault}{dot}{suffix}"
+
+
+_ALTERABLE: Final = ("parameters", "scales")
+"""The parts of a worker's identity that a change in the running process can alter."""
+
+
+def _part(rank: object, name: str) -> object:
+    return rank.get(name) if isinstance(rank, dict) else None
+
+
+def python_of(arm: Arm) -> Path:
+    """The arm's interpreter: its own, or the one that runs pytest."""
+    return arm.interpreter if arm.interpreter is not None else Path(sys.executable)
+
+
+def load_task_panel(selection: Selection, task: str) -> Panel:
+    """The panel of a task at the selection's length; parity has one for all lengths.
+
+    Raises:
+        StudyError: The panel is missing, malformed or another's.
+    """
+    from pytest_kvqual.study.panels import load_panel
+
+    model, length = selection.study.model, selection.length
+    by_length = task != "parity"
+    return load_panel(
+        length.panels[task] if by_length else selection.study.parity.panel,
+        task=task,
+        length=length.tokens if by_length else None,
+        vocabulary=model.vocabulary,
+        tokenizer=model.files.get("tokenizer.json"),
+    )
+
+
+class Observed(TypedDict):
+    """``identity.json``."""
+
+    schema: int
+    arm: str
+    ranks: list[object]
+    sockets: list[list[object]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Activity:
+    """What the engines did with the time of a run: (arm, seconds to boot), and nanoseconds in engine steps."""
+
+    begun_ns: int = field(default_factory=monotonic_ns)
+    busy_ns: int = 0
+    boots: list[tuple[str, float]] = field(default_factory=list)
+
+
+class Attempt:
+    """One attempt, from its first file to its outcome. A context manager: an exception inside closes it as failed.
+
+    Args:
+        selection: The arm at one length.
+        scope: What the evidence is about.
+        run_dir: The run directory.
+        prefix: Prefix of the bundle's folder.
+        model: The verified model folder.
+        progress: Takes one line about a long step.
+        activity: Receives boot and busy times.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        scope: Scope,
+        *,
+        run_dir: Path,
+        prefix: str,
+        model: Path,
+        progress: Progress,
+        activity: Activity,
+    ) -> None:
+        from pytest_kvqual.evidence.bundle import Bundle
+
+        self._selection = selection
+        self._model = model
+        self._progress = progress
+        self._activity = activity
+        self._label = scope.arm
+        self._server: Server | None = None
+        self._closed = False
+        self._identity: list[object] | None = None
+        self.failure: KvqualError | None = None
+        self._bundle: Bundle = Bundle.create(run_dir, scope, prefix=prefix)
+
+    @property
+    def path(self) -> Path:
+        """The attempt's folder."""
+        return self._bundle.path
+
+    @property
+    def name(self) -> str:
+        """The attempt's folder below ``evidence``."""
+        return self._bundle.name
+
+    def has(self, name: str) -> bool:
+        """Whether a file of that name is sealed."""
+        return name in self._bundle.digests
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        else:
+            self.complete()
+
+    # -- the life of the server --------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        """Start the arm's server.
+
+        Raises:
+            ServerError: It did not start, or can be reached from another host.
+        """
+        from pytest_kvqual.server.command import serve_command
+        from pytest_kvqual.server.process import Server, Timeouts, free_port
+
+        selection, engine = self._selection, self._selection.study.engine
+        self._say("booting")
+        port = free_port()
+        command = serve_command(
+            selection,
+            model=self._model,
+            port=port,
+            worker_config=self._worker_config(),
+            python=python_of(selection.arm),
+            inherited=os.environ,
+        )
+        self._server = Server.start(
+            command, port=port, log=self.path / SERVER_LOG, timeouts=Timeouts(boot_s=engine.boot_timeout_s)
+        )
+        self._activity.boots.append((self._label, self._server.boot_s))
+        self._say(f"booted in {self._server.boot_s:.0f} s")
+
+    def _worker_config(self) -> dict[str, object]:
+        from pytest_kvqual.server.command import worker_config
+        from pytest_kvqual.study.panels import selected_scales
+
+        return worker_config(self._selection, model=self._model, v_scales=selected_scales(self._selection))
+
+    def stop(self, *, gone: bool = False) -> None:
+        """End the server, and seal its log. Idempotent.
+
+        Args:
+            gone: A server that ended by itself is known already, and no error.
+
+        Raises:
+            ServerError: The server had ended by itself before, or a process of it is still there.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return
+        try:
+            if not gone:
+                server.check()
+                self._unchanged(server)
+            if server.alive():
+                self._count_activity(server)
+        finally:
+            server.stop()
+        self._bundle.seal(SERVER_LOG)
+
+    def complete(self) -> None:
+        """Stop the server and close the attempt: all that was planned was captured."""
+        if self._closed:
+            return
+        self.stop()
+        self._closed = True
+        self._bundle.complete()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the server and close the attempt as failed. Never raises: the failure at hand is the one to report."""
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(error, KvqualError):
+            self.failure = error
+        else:
+            self.failure = CaptureError(f"interrupted by {type(error).__name__}: {error}")
+        with suppress(KvqualError):
+            if self._server is not None:
+                server, self._server = self._server, None
+                with suppress(KvqualError):
+                    self._count_activity(server)
+                server.stop()
+                self._bundle.seal(SERVER_LOG)
+        with suppress(KvqualError):
+            self._bundle.fail(self.failure.line())
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Close the attempt as failed when the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _unchanged(self, server: Server) -> None:
+        """Read weights, scales, taps and faults once more: what was captured came from the server of ``identity.json``.
+
+        Raises:
+            CaptureError: One of them is not what it was at the start.
+        """
+        from pytest_kvqual.server import rpc
+
+        if self._identity is None:
+            return
+        timeout_s = self._selection.study.engine.request_timeout_s
+        parts = {"parts": list(_ALTERABLE)}
+        ranks = rpc.call(server.base_url, "kvqual_identity", parts, timeout_s=timeout_s)
+        taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=timeout_s)
+        self._bundle.write(IDENTITY_AFTER, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "taps": taps})
+        for part in _ALTERABLE:
+            for rank, (before, after) in enumerate(zip(self._identity, ranks, strict=True)):
+                if _part(before, part) != _part(after, part):
+                    raise CaptureError(
+                        f"{self._label}: found other {part} on rank {rank} than at the start, expected the same: what "
+                        f"was captured is not of the server in {IDENTITY}",
+                        advice=f"compare it with {self.path / IDENTITY_AFTER}",
+                    )
+        if any(_part(rank, "installed") is not False for rank in taps):
+            raise CaptureError(f"{self._label}: found taps in place after the captures, expected none: {taps}")
+
+    def _count_activity(self, server: Server) -> None:
+        from pytest_kvqual.server import rpc
+
+        ranks = rpc.call(server.base_url, "kvqual_activity", timeout_s=10.0)
+        busy = [rank["busy_ns"] for rank in ranks if isinstance(rank, dict)]
+        # Ranks step together: the busiest one is the engine.
+        self._activity.busy_ns += max((value for value in busy if isinstance(value, int)), default=0)
+
+    def _live(self) -> Server:
+        if self._server is None:
+            raise CaptureError(f"{self._label}: found no running server, expected one: the attempt is over")
+        return self._server
+
+    def _call(self, method: str, *args: object) -> list[object]:
+        from pytest_kvqual.server import rpc
+
+        timeout_s = self._selection.study.engine.request_timeout_s
+        return rpc.call(self._live().base_url, method, *args, timeout_s=timeout_s)
+
+    # -- captures ----------------------------------------------------------------------------------------------------
+
+    def identity(self) -> None:
+        """What the server is, as its workers and the operating system see it: ``identity.json``."""
+        self._say("identity")
+        observed = self._observed()
+        self._bundle.write(IDENTITY, observed)
+        self._identity = observed["ranks"]
+
+    def identity_poison(self, faults: Sequence[str]) -> None:
+        """The reading of ``identity.json`` under each planted fault: ``identity-poison.json``.
+
+        Only weights and scales are read again: a live fault cannot alter files, and hashing 18,000 of them for each
+        fault would be most of the gate's time.
+        """
+        if self._identity is None:
+            raise CaptureError(f"{self._label}: found no healthy identity, expected one before its seeded faults")
+        entries = []
+        for number, fault in enumerate(faults, start=1):
+            self._say(f"identity, seeded faults {number}/{len(faults)}")
+            with self._planted(fault):
+                ranks = self._call("kvqual_identity", {"parts": list(_ALTERABLE)})
+            observed: list[object] = []
+            for before, after in zip(self._identity, ranks, strict=True):
+                if not isinstance(before, dict) or not isinstance(after, dict):
+                    raise CaptureError(f"{self._label}: found {after!r:.100} from a rank, expected a mapping")
+                observed.append({**before, **after})
+            identity = {
+                "schema": 1,
+                "arm": self._selection.arm.name,
+                "ranks": observed,
+                "sockets": [[it.address, it.port] for it in self._live().sockets()],
+            }
+            entries.append({"fault": fault, "identity": identity})
+        self._bundle.write(IDENTITY_POISON, {"schema": 1, "poison": entries})
+
+    def _observed(self) -> Observed:
+        return {
+            "schema": 1,
+            "arm": self._selection.arm.name,
+            "ranks": self._call("kvqual_identity"),
+            "sockets": [[it.address, it.port] for it in self._live().sockets()],
+        }
+
+    def oracle(self, faults: Sequence[tuple[str, str]]) -> None:
+        """One pass of the oracle panel, healthy; then of its short prompts under each fault (name, claiming gate)."""
+        from pytest_kvqual.capture.oracle import capture_oracle
+
+        panel = load_task_panel(self._selection, "oracle")
+        study = self._selection.study
+
+        limit = study.oracle.poison_prompt_tokens
+        short = replace(panel, items=tuple(item for item in panel.items if len(item.prompt) <= limit))
+
+        def one(fault: str | None, what: str) -> dict[str, object]:
+            return capture_oracle(
+                self._live(),
+                panel if fault is None else short,
+                fault=fault,
+                model=study.model.name,
+                schedule=study.schedule,
+                wave_size=self._selection.length.wave_size,
+                timeout_s=study.engine.request_timeout_s,
+                progress=self._steps(what),
+            )
+
+        healthy = one(None, "oracle")
+        entries = []
+        for number, (fault, gate) in enumerate(faults, start=1):
+            found = one(fault, f"oracle, seeded faults {number}/{len(faults)},")
+            entries.append(
+                {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
+            )
+        self._bundle.write(
+            ORACLE, {"schema": 1, "healthy": healthy["records"], "wave": healthy["responses"], "poison": entries}
+        )
+
+    def parity(
+        self, name: str, order: Literal["forward", "reverse"], *, fault: str | None = None, prompts: int | None = None
+    ) -> None:
+        """Greedy answers to the parity panel, one prompt at a time, or to its first ``prompts`` under a fault."""
+        from pytest_kvqual.capture.quality import capture_parity
+
+        panel = load_task_panel(self._selection, "parity")
+        panel = replace(panel, items=panel.items[:prompts])
+        study = self._selection.study
+        what = f"parity ({order})" if fault is None else "parity, seeded fault,"
+        with self._planted(fault), self._bundle.stream(name) as writer:
+            capture_parity(
+                self._live(),
+                panel,
+                writer,
+                model=study.model.name,
+                order=order,
+                timeout_s=study.engine.request_timeout_s,
+                progress=self._steps(what),
+            )
+
+    def nll(self, name: str, *, fault: str | None = None, documents: int | None = None) -> None:
+        """The raw loss of each forced target of the nll panel, or of its first ``documents`` under a fault."""
+        from pytest_kvqual.capture.quality import capture_nll
+
+        panel = load_task_panel(self._selection, "nll")
+        study = self._selection.study
+        what = "nll" if fault is None else "nll, seeded fault,"
+        with self._planted(fault), self._bundle.stream(name) as writer:
+            capture_nll(
+                self._live(),
+                panel,
+                writer,
+                model=study.model.name,
+                schedule=study.schedule,
+                wave_size=self._selection.length.wave_size,
+                timeout_s=study.engine.request_timeout_s,
+                documents=documents,
+                progress=self._steps(what),
+            )
+
+    def reference(self) -> None:
+        """The parity panel in process, in both orders, with the arm's own engine arguments. The server must be gone.
+
+        Raises:
+            CaptureError: It failed, or gave another number of records than asked for.
+        """
+        from pytest_kvqual.server.reference import ORDERS, run_reference
+
+        panel = load_task_panel(self._selection, "parity")
+        selection, engine = self._selection, self._selection.study.engine
+        self._say("in process: booting")
+        begun_ns, tell = monotonic_ns(), self._steps("in process:")
+        first_ns: int | None = None
+
+        def step(done: int, total: int) -> None:
+            nonlocal first_ns
+            if done and first_ns is None:
+                first_ns = monotonic_ns()
+                self._activity.boots.append((f"{self._label} in process", (first_ns - begun_ns) / 1e9))
+            tell(done, total)
+
+        try:
+            run_reference(
+                selection,
+                model=self._model,
+                panel=panel,
+                worker_config=self._worker_config(),
+                python=python_of(selection.arm),
+                inherited=os.environ,
+                log=self.path / REFERENCE_LOG,
+                out=self.path / REFERENCE,
+                timeout_s=engine.boot_timeout_s + len(ORDERS) * engine.request_timeout_s,
+                progress=step,
+            )
+            # One prompt follows the other: from the first answer to the last the engine is in a step.
+            self._activity.busy_ns += monotonic_ns() - (first_ns or monotonic_ns())
+        finally:
+            for name in (REFERENCE_CONFIG, REFERENCE_LOG):
+                if (self.path / name).exists():
+                    self._bundle.seal(name)
+        self._bundle.seal(REFERENCE)
+
+    @contextmanager
+    def _planted(self, fault: str | None) -> Iterator[None]:
+        """The fault is in the server's worker inside the block, and taken back whatever happens in it."""
+        if fault is None:
+            yield
+            return
+        self._call("kvqual_plant", fault)
+        try:
+            yield
+        except BaseException:
+            with suppress(KvqualError):
+                self._call("kvqual_unplant")
+            raise
+        self._call("kvqual_unplant")
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._progress(f"{self._label}: {text}")
+
+    def _steps(self, what: str) -> Callable[[int, int], None]:
+        """Takes (done, total) and says so at the end, and in between not more often than a reader can follow."""
+        last_ns, last = monotonic_ns(), 0
+
+        def step(done: int, total: int) -> None:
+            nonlocal last_ns, last
+            now = monotonic_ns()
+            if done != last and (done == total or now - last_ns >= PROGRESS_S * 1e9):
+                last_ns, last = now, done
+                self._say(f"{what} {done}/{total}")
+
+        return step

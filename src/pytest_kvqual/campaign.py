@@ -1,0 +1,587 @@
+"""The campaign behind the fixtures: boots one arm at a time, captures, hands evidence to the judges, writes receipts.
+
+It only wires: no threshold and no judgement is here. In order:
+
+1. ``prepare``: the run directory is claimed, and lock, model and disk space are checked before anything boots.
+2. The first gate captures the controls whole, one server after the other, then boots the arm under qualification.
+3. Each gate captures what it needs from that server, which stays up. Parity needs it stopped, because one engine runs
+   at a time: it takes the losses of nll first, then runs the same arm in process.
+4. A capture that was completed earlier, in this run directory and in exactly this scope, is used instead of a new one.
+   A new attempt captures from identity on: evidence of one attempt comes from one server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from pytest_kvqual._clock import monotonic_ns
+from pytest_kvqual.attempt import (
+    IDENTITY,
+    IDENTITY_POISON,
+    NLL,
+    NLL_AGAIN,
+    ORACLE,
+    PARITY,
+    PARITY_REVERSE,
+    REFERENCE,
+    Activity,
+    Attempt,
+    load_task_panel,
+    poisoned,
+    python_of,
+)
+from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, ServerError, StudyError
+from pytest_kvqual.hooks import Decision
+from pytest_kvqual.judge.verdict import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from pytest_kvqual.evidence.reader import Reader
+    from pytest_kvqual.evidence.records import Scope
+    from pytest_kvqual.faults import Fault
+    from pytest_kvqual.hooks import Options, Progress
+    from pytest_kvqual.judge.sequence import Refusal, Standing
+    from pytest_kvqual.receipt.statement import Receipt
+    from pytest_kvqual.receipt.write import Receipts
+    from pytest_kvqual.study.model import Arm, Selection, Study
+
+FREE_BYTES: Final = 256 << 20
+"""Space that must be free in the run directory before a server boots: evidence and logs of one run, with a margin."""
+
+PARITY_POISON_PROMPTS: Final = 4
+"""How many prompts are asked under a planted fault: one that differs shows it."""
+
+
+def open_campaign(options: Options, progress: Progress) -> Campaign:
+    """The campaign that the user's options ask for.
+
+    Raises:
+        StudyError: The study is malformed, or lacks the arm or the length.
+    """
+    from pytest_kvqual.study.load import load_study, select
+
+    study = load_study(options.study)
+    arm = options.arm if options.arm is not None else _only_candidate(study)
+    length = options.length if options.length is not None else next(iter(study.lengths))
+    selection = select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
+    run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / study.name
+    return Campaign(selection, run_dir=run_dir, prefix=options.prefix, progress=progress)
+
+
+def _only_candidate(study: Study) -> str:
+    candidates = [arm.name for arm in study.arms.values() if arm.role == "candidate"]
+    if len(candidates) != 1:
+        raise StudyError(
+            f"--arm: found none given and {len(candidates)} candidates in study {study.name}, expected one of "
+            f"{', '.join(study.arms)}"
+        )
+    return candidates[0]
+
+
+class Campaign:
+    """One arm at one length in one run directory.
+
+    Args:
+        selection: What is under qualification. Its arm may bring more code than the study's arm of that name
+            (a seeded fault in ``after_init``); ``label`` then keeps its evidence apart.
+        run_dir: Where evidence and receipts go.
+        prefix: Prefix of the folders of evidence and receipts.
+        progress: Takes one line about a long step.
+        label: The arm's name in scopes; default its own.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        *,
+        run_dir: Path,
+        prefix: str = "",
+        progress: Progress,
+        label: str | None = None,
+    ) -> None:
+        self.selection: Selection = selection
+        self.study: Study = selection.study
+        self.arm: str = label or selection.arm.name
+        self.run_dir = run_dir
+        self._prefix = prefix
+        self._progress = progress
+        self._gates: tuple[str, ...] = ()
+        self._scopes: dict[str, Scope] = {}
+        self._readers: dict[str, Reader] = {}
+        self._attempt: Attempt | None = None
+        self._deferred: dict[str, KvqualError] = {}
+        self._activity = Activity()
+        self._claims = contextlib.ExitStack()
+        self._model = Path()
+        self._lock = ""
+        self._implementation = ""
+
+    @property
+    def title(self) -> str:
+        """Arm, length and pool size."""
+        return (
+            f"{self.arm} of {self.study.name} at length {self.selection.length.tokens}, "
+            f"{self.selection.cache_bytes} cache bytes"
+        )
+
+    # -- before a server boots ---------------------------------------------------------------------------------------
+
+    def prepare(self, gates: Sequence[str]) -> Sequence[str]:
+        """Claim the run directory, and check lock, model and disk space. ``gates`` are those that this run decides.
+
+        Raises:
+            KvqualError: one line; nothing has booted.
+        """
+        from pytest_kvqual import models
+        from pytest_kvqual._canonical import digest
+        from pytest_kvqual.study.freeze import verify_lock
+
+        self._activity.begun_ns = monotonic_ns()
+        self._gates = tuple(gates)
+        lock = verify_lock(self.study)
+        self._lock = lock.sha256
+        self._implementation = digest(dict(lock.implementation))
+        self._model = models.model_folder(self.study.model)
+        models.verify_model(self._model, self.study.model.files)
+        self._claim(self.run_dir)
+        return self._stale()
+
+    def _claim(self, place: Path) -> None:
+        from filelock import FileLock, Timeout
+
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(place).free
+            lock = FileLock(place / ".lock", timeout=0)
+            lock.acquire()
+        except Timeout:
+            raise EvidenceError(
+                f"{place}: found another run that uses it, expected none",
+                advice="wait for it, or give another --run-dir",
+            ) from None
+        except OSError as error:
+            raise EvidenceError(
+                f"cannot write {place}: {error.strerror or error}", advice="give a --run-dir that you may write to"
+            ) from error
+        self._claims.callback(lock.release)
+        if free < FREE_BYTES:
+            raise EvidenceError(
+                f"{place}: found {free} bytes free, expected at least {FREE_BYTES} for evidence",
+                advice="free space there, or give another --run-dir",
+            )
+
+    def _scope(self, arm: Arm, label: str | None = None) -> Scope:
+        from pytest_kvqual._canonical import digest
+        from pytest_kvqual.evidence.records import Scope
+        from pytest_kvqual.server.install import engine_identity
+
+        name = label or arm.name
+        if name not in self._scopes:
+            self._scopes[name] = Scope(
+                lock=self._lock,
+                arm=name,
+                length=self.selection.length.tokens,
+                cache_bytes=self.selection.cache_bytes,
+                engine=digest(engine_identity(self.study, python_of(arm))),
+            )
+        return self._scopes[name]
+
+    # -- gates -------------------------------------------------------------------------------------------------------
+
+    def decide(self, gate: str) -> Decision:
+        """Capture what ``gate`` needs, judge it, write its receipt. Refusals and failed captures are verdicts."""
+        above = self._above(gate)
+        if not above.complete:
+            return self._record(_refused(gate, above), above)
+        try:
+            verdict = self._judge(gate)
+        except KvqualError as error:
+            attempt = self._attempt
+            kept = (f"{attempt.name} is kept as failed",) if attempt is not None and attempt.failure is not None else ()
+            verdict = Verdict(gate=gate, outcome=_outcome(error), figure=error.line(), findings=kept)
+        return self._record(verdict, above)
+
+    def _judge(self, gate: str) -> Verdict:
+        judges: Mapping[str, Callable[[], Verdict]] = {
+            "identity": self._identity,
+            "routing": self._routing,
+            "placement": self._placement,
+            "parity": self._parity,
+            "nll": self._nll,
+        }
+        if gate not in judges:
+            raise RefusedError(f"gate {gate}: found no judge for it, expected one: it is planned")
+        self.capture_controls()
+        self._capture(gate)
+        return judges[gate]()
+
+    def _identity(self) -> Verdict:
+        from pytest_kvqual.judge.gates import identity
+        from pytest_kvqual.study.panels import selected_scales
+
+        poison = self._own().document(IDENTITY_POISON)["poison"]
+        return identity.judge(
+            self.study,
+            self.selection.arm.name,
+            cache_bytes=self.selection.cache_bytes,
+            scales=selected_scales(self.selection),
+            candidate=self._own().document(IDENTITY),
+            null=self._null().document(IDENTITY),
+            poison=poison if isinstance(poison, list) else [],
+            faults=self._faults("identity"),
+        )
+
+    def _routing(self) -> Verdict:
+        from pytest_kvqual.judge.gates import routing
+
+        return routing.judge(
+            self.study,
+            candidate=self._own().document(ORACLE),
+            null=self._null().document(ORACLE),
+            faults=self._faults("routing"),
+        )
+
+    def _placement(self) -> Verdict:
+        from pytest_kvqual.judge.gates import placement
+
+        return placement.judge(
+            self.study,
+            candidate=self._own().document(ORACLE),
+            null=self._null().document(ORACLE),
+            faults=self._faults("placement"),
+        )
+
+    def _parity(self) -> Verdict:
+        from pytest_kvqual.judge.gates import parity
+
+        fault = self._reading_fault()
+        return parity.judge(
+            self.study,
+            load_task_panel(self.selection, "parity"),
+            http=self._own().records(PARITY),
+            reference=self._own().records(REFERENCE),
+            null=(self._null().records(PARITY), self._null().records(PARITY_REVERSE)),
+            poison={fault: self._own().records(poisoned(PARITY, fault))},
+            faults=(fault,),
+        )
+
+    def _nll(self) -> Verdict:
+        from pytest_kvqual.judge.gates import nll
+
+        fault = self._reading_fault()
+        return nll.judge(
+            self.study,
+            load_task_panel(self.selection, "nll"),
+            candidate=self._own().records(NLL),
+            controls={arm.name: self._readers[_control_key(arm)].records(NLL) for arm in self._control_arms()},
+            null=(self._null().records(NLL), self._null().records(NLL_AGAIN)),
+            poison={fault: self._own().records(poisoned(NLL, fault))},
+            arm=self.selection.arm.name,
+            faults=(fault,),
+        )
+
+    # -- which arms, which faults, which files -----------------------------------------------------------------------
+
+    def _null_arm(self) -> Arm:
+        return self.study.controls()[0]
+
+    def _control_arms(self) -> tuple[Arm, ...]:
+        """The controls to capture: the null's always, the others where losses are compared."""
+        others = tuple(arm for arm in self.study.controls() if arm.name != self.selection.arm.name)
+        return (self._null_arm(), *(arm for arm in others if arm != self._null_arm() and "nll" in self._gates))
+
+    def _faults(self, gate: str) -> tuple[str, ...]:
+        """The names of the faults that ``gate`` claims and that this arm can show."""
+        return tuple(fault.name for fault in self._live_faults() if fault.claimed_by == gate)
+
+    def _live_faults(self) -> tuple[Fault, ...]:
+        from pytest_kvqual.faults import FAULTS
+
+        return tuple(
+            # Without scales there is none to drop.
+            fault
+            for fault in FAULTS.values()
+            if fault.name != "v-scale-dropped-on-read" or self.selection.arm.scales is not None
+        )
+
+    def _reading_fault(self) -> str:
+        """A fault of the read path, so that answers and losses must change."""
+        return "v-scale-dropped-on-read" if self.selection.arm.scales is not None else "other-layer-cache"
+
+    def _needed(self, gates: Sequence[str]) -> tuple[str, ...]:
+        """The files that the arm's attempt must hold for these gates."""
+        fault = self._reading_fault()
+        names = {
+            "identity": (IDENTITY, IDENTITY_POISON),
+            "routing": (ORACLE,),
+            "placement": (ORACLE,),
+            "parity": (PARITY, poisoned(PARITY, fault), REFERENCE),
+            "nll": (NLL, poisoned(NLL, fault)),
+        }
+        return tuple(dict.fromkeys(name for gate in gates for name in names.get(gate, ())))
+
+    def _control_names(self, arm: Arm, gates: Sequence[str]) -> tuple[str, ...]:
+        """The files that a control's attempt must hold for these gates."""
+        if arm != self._null_arm():
+            return (IDENTITY, NLL) if "nll" in gates else ()
+        names = {
+            "identity": (IDENTITY,),
+            "routing": (ORACLE,),
+            "placement": (ORACLE,),
+            "parity": (PARITY, PARITY_REVERSE),
+            "nll": (NLL, NLL_AGAIN),
+        }
+        return tuple(dict.fromkeys((IDENTITY, *(name for gate in gates for name in names.get(gate, ())))))
+
+    def _own(self) -> Reader:
+        return self._readers[self.arm]
+
+    def _null(self) -> Reader:
+        return self._readers[_control_key(self._null_arm())]
+
+    # -- capture -----------------------------------------------------------------------------------------------------
+
+    def capture_controls(self) -> None:
+        """The captures of every control that this run's gates need, one server after the other.
+
+        Raises:
+            EvidenceError: A control could not be captured.
+        """
+        for arm in self._control_arms():
+            key = _control_key(arm)
+            if key in self._readers:
+                continue
+            try:
+                self._readers[key] = self._control(arm)
+            except (CaptureError, ServerError) as error:
+                # Nothing is said about the arm under qualification: its instrument is missing.
+                raise EvidenceError(f"control {arm.name}: {error}", advice=error.advice) from error
+
+    def _control(self, arm: Arm) -> Reader:
+        from pytest_kvqual.evidence.reader import Reader
+
+        names = self._control_names(arm, self._gates)
+        scope = self._scope(arm)
+        reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
+        if reader is not None:
+            self._progress(f"{arm.name}: captured earlier in {reader.name}")
+            return reader
+        with self._begin(replace(self.selection, arm=arm), scope) as attempt:
+            attempt.boot()
+            attempt.identity()
+            if ORACLE in names:
+                attempt.oracle(())
+            if PARITY in names:
+                attempt.parity(PARITY, "forward")
+                attempt.parity(PARITY_REVERSE, "reverse")
+            if NLL in names:
+                attempt.nll(NLL)
+            if NLL_AGAIN in names:
+                attempt.nll(NLL_AGAIN)
+        return Reader.open(attempt.path)
+
+    def _begin(self, selection: Selection, scope: Scope) -> Attempt:
+        return Attempt(
+            selection,
+            scope,
+            run_dir=self.run_dir,
+            prefix=self._prefix,
+            model=self._model,
+            progress=self._progress,
+            activity=self._activity,
+        )
+
+    def _capture(self, gate: str) -> None:
+        """What ``gate`` needs of the arm under qualification, in ``self._readers``."""
+        from pytest_kvqual.evidence.reader import Reader
+
+        if self._attempt is None and self.arm not in self._readers:
+            scope = self._scope(self.selection.arm, self.arm)
+            names = self._needed(self._gates)
+            reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
+            if reader is not None:
+                self._progress(f"{self.arm}: captured earlier in {reader.name}")
+                self._readers[self.arm] = reader
+            else:
+                self._attempt = self._begin(self.selection, scope)
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if gate in self._deferred:
+            raise self._deferred[gate]
+        if attempt.failure is not None:
+            raise attempt.failure
+        with attempt.failing():
+            if not attempt.has(IDENTITY):
+                attempt.boot()
+                attempt.identity()
+                attempt.identity_poison(self._faults("identity"))
+            if gate in ("routing", "placement") and not attempt.has(ORACLE):
+                attempt.oracle([(name, claims) for claims in ("routing", "placement") for name in self._faults(claims)])
+            if gate == "parity":
+                self._capture_parity(attempt)
+            if gate == "nll" and not attempt.has(NLL):
+                self._capture_nll(attempt)
+            if all(attempt.has(name) for name in self._needed(self._gates)):
+                attempt.complete()
+        self._readers[self.arm] = Reader.open(attempt.path)
+
+    def _capture_parity(self, attempt: Attempt) -> None:
+        fault = self._reading_fault()
+        attempt.parity(PARITY, "forward")
+        attempt.parity(poisoned(PARITY, fault), "forward", fault=fault, prompts=PARITY_POISON_PROMPTS)
+        if "nll" in self._gates:
+            try:
+                self._capture_nll(attempt)
+            except KvqualError as error:
+                # It is nll's failure; parity is judged on what parity needs.
+                self._deferred["nll"] = error
+        attempt.stop(gone="nll" in self._deferred)
+        attempt.reference()
+        if "nll" in self._deferred:
+            attempt.fail(self._deferred["nll"])
+
+    def _capture_nll(self, attempt: Attempt) -> None:
+        fault = self._reading_fault()
+        attempt.nll(NLL)
+        attempt.nll(poisoned(NLL, fault), fault=fault, documents=self.study.nll.poison_documents)
+
+    # -- receipts ----------------------------------------------------------------------------------------------------
+
+    def _own_scope(self) -> Scope:
+        return self._scope(self.selection.arm, self.arm)
+
+    def _receipts(self) -> Receipts:
+        from pytest_kvqual.receipt.write import read_all
+
+        return read_all(self.run_dir, prefix=self._prefix)
+
+    def _above(self, gate: str) -> Standing:
+        from pytest_kvqual.judge.sequence import standing
+        from pytest_kvqual.receipt.write import disk_digests
+
+        found = self._receipts()
+        return standing(
+            self.study,
+            gate,
+            found.receipts,
+            self._own_scope(),
+            implementation=self._implementation,
+            digests=disk_digests(self.run_dir),
+            damaged=found.damaged,
+        )
+
+    def _stands(self, gate: str) -> Receipt | Refusal:
+        from pytest_kvqual.judge.sequence import own
+        from pytest_kvqual.receipt.write import disk_digests
+
+        found = self._receipts()
+        stands = own(
+            self.study,
+            gate,
+            found.receipts,
+            self._own_scope(),
+            implementation=self._implementation,
+            digests=disk_digests(self.run_dir),
+            damaged=found.damaged,
+        )
+        return next((receipt for receipt in found.receipts if receipt is stands), None) or cast("Refusal", stands)
+
+    def _stale(self) -> list[str]:
+        """One line for each gate that has receipts here, none of which counts."""
+        from pytest_kvqual.judge.sequence import Refusal
+
+        lines = []
+        for plan in self.study.gates:
+            found = self._stands(plan.name)
+            if isinstance(found, Refusal) and found.kind in ("stale", "damaged"):
+                lines.append(f"an earlier receipt counts no more: {found.line()}")
+        return lines
+
+    def _record(self, verdict: Verdict, above: Standing) -> Decision:
+        """The receipt of a verdict: the standing one where it says exactly this, else a new one."""
+        from pytest_kvqual.judge.sequence import Refusal
+        from pytest_kvqual.receipt.statement import build, encode
+        from pytest_kvqual.receipt.write import write
+
+        gate = verdict.gate
+        evidence = self._evidence(gate) if verdict.outcome is not Outcome.REFUSED else {}
+        statement = build(
+            verdict,
+            self._own_scope(),
+            order=1 + [plan.name for plan in self.study.gates].index(gate),
+            evidence=evidence,
+            requires={name: receipt.sha256 for name, receipt in above.receipts.items()},
+            implementation=self._implementation,
+        )
+        stands = self._stands(gate)
+        # A second receipt of the same content would make the receipts that rest on the first one stale.
+        if not isinstance(stands, Refusal) and encode(statement, attempt=stands.attempt) == stands.data:
+            return Decision(verdict=verdict, receipt=self.run_dir / stands.name)
+        return Decision(verdict=verdict, receipt=write(self.run_dir, statement, prefix=self._prefix))
+
+    def _evidence(self, gate: str) -> dict[str, str]:
+        """The digests of the files that a gate's verdict rests on, by ``BUNDLE/attempt-N/FILE``."""
+        found: dict[str, str] = {}
+        own = self._readers.get(self.arm)
+        if own is not None:
+            found |= {f"{own.name}/{name}": own.digests[name] for name in self._needed((gate,)) if own.has(name)}
+        for arm in self._control_arms():
+            reader = self._readers.get(_control_key(arm))
+            if reader is not None:
+                names = self._control_names(arm, (gate,))
+                found |= {f"{reader.name}/{name}": reader.digests[name] for name in names if reader.has(name)}
+        return found
+
+    def absent(self, gate: str, reason: str) -> Decision:
+        """The standing PASS of a gate that this run did not decide, else a new receipt that says why it did not."""
+        from pytest_kvqual.judge.sequence import Refusal
+
+        stands = self._stands(gate)
+        if isinstance(stands, Refusal):
+            earlier = () if stands.kind == "missing" else (stands.line(),)
+            verdict = Verdict(gate=gate, outcome=Outcome.REFUSED, figure=reason, findings=earlier)
+            return self._record(verdict, self._above(gate))
+        return Decision(verdict=stands.verdict, receipt=self.run_dir / stands.name, standing=True)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def summary(self) -> Sequence[str]:
+        """The share of the run's wall time in which an engine was busy, and how long each took to boot."""
+        wall_ns = max(1, monotonic_ns() - self._activity.begun_ns)
+        busy = 100 * self._activity.busy_ns / wall_ns
+        boots = ", ".join(f"{arm} {seconds:.1f} s" for arm, seconds in self._activity.boots) or "none"
+        return [f"engine busy {busy:.0f} %, idle {100 - busy:.0f} % of {wall_ns / 1e9:.0f} s; booted: {boots}"]
+
+    def close(self) -> None:
+        """Stop what runs. An attempt that lacks what this run planned is closed as failed, and says what is missing."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            missing = [name for name in self._needed(self._gates) if not attempt.has(name)]
+            attempt.fail(CaptureError(f"not captured: {', '.join(missing)}"))
+        self._claims.close()
+
+
+def _control_key(arm: Arm) -> str:
+    # A control under qualification has its null in an attempt of its own, like any other arm.
+    return f"control {arm.name}"
+
+
+def _refused(gate: str, above: Standing) -> Verdict:
+    lines = tuple(refusal.line() for refusal in above.refusals)
+    # Why an earlier gate failed stands in its own row; why a receipt is missing or stale stands nowhere else.
+    short = "; ".join(
+        f"{refusal.gate}: failed" if refusal.kind == "failed" else refusal.line() for refusal in above.refusals
+    )
+    return Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"no standing receipt of {short}", findings=lines)
+
+
+def _outcome(error: KvqualError) -> Outcome:
+    """What an error of a gate's capture or judgement concludes: a capture that failed is the arm's failure."""
+    if isinstance(error, RefusedError):
+        return Outcome.REFUSED
+    return Outcome.FAIL if isinstance(error, CaptureError | ServerError) else Outcome.INCONCLUSIVE

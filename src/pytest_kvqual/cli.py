@@ -1,0 +1,93 @@
+"""The command line ``kvqual``. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pytest_kvqual import __version__
+from pytest_kvqual.errors import KvqualError
+
+DEFAULT_STUDY = "smollm2-cpu"
+"""As pytest's ``--study``; importing that module here would import pytest."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; an error raised on purpose is one line on standard error and exit status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except KvqualError as error:
+        print(f"kvqual {args.command}: {error.line()}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output has seen enough.
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvqual", description="Qualification of KV-cache changes of vLLM.")
+    parser.add_argument("--version", action="version", version=f"kvqual {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        found.set_defaults(run=run)
+        return found
+
+    def study_of(found: argparse.ArgumentParser) -> None:
+        found.add_argument(
+            "study", nargs="?", default=DEFAULT_STUDY, metavar="STUDY", help="name or path (default: %(default)s)"
+        )
+
+    freeze = command("freeze", _freeze, "write the lock of a study")
+    study_of(freeze)
+    freeze.add_argument("--check", action="store_true", help="write nothing; fail unless the lock matches")
+    model = command("model", _model, "build or verify the model folder of a study, and print its path")
+    study_of(model)
+    model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
+    study_of(command("doctor", _doctor, "say what this host has of what a study needs"))
+    report = command("report", _report, "print the verdicts of a run directory")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.add_argument("--prefix", default="", help="as given to the run")
+    return parser
+
+
+def _freeze(args: argparse.Namespace) -> int:
+    from pytest_kvqual.study.freeze import freeze_command
+
+    print(freeze_command(args.study, check=args.check))
+    return 0
+
+
+def _model(args: argparse.Namespace) -> int:
+    from pytest_kvqual.models import build_model
+    from pytest_kvqual.study.load import load_study
+
+    print(build_model(load_study(args.study).model, rebuild=args.rebuild))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from pytest_kvqual.doctor import checks
+
+    failed = False
+    for check in checks(args.study):
+        failed = failed or not check.passed
+        print(check.line())
+    return 1 if failed else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from pytest_kvqual.report.stored import lines
+
+    for line in lines(args.run_dir, prefix=args.prefix):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What this host has of what a study needs, one line each, with the fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_kvqual.errors import KvqualError
+
+if TYPE_CHECKING:
+    from pytest_kvqual.study.model import Study
+
+_UNFIT = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One thing that was looked at."""
+
+    what: str
+    passed: bool
+    found: str
+
+    def line(self) -> str:
+        """``ok    what: found``, or ``FIX   what: found``."""
+        return f"{'ok ' if self.passed else 'FIX'}  {self.what}: {' '.join(self.found.split())}"
+
+
+def checks(study: str) -> Iterator[Line]:
+    """Look at everything that a study needs before it boots; each line as soon as it is known.
+
+    Raises:
+        StudyError: The study itself cannot be read; nothing else can be looked at then.
+    """
+    from pytest_kvqual.study.load import load_study
+
+    declared = load_study(study)
+    yield Line(what="study", passed=True, found=f"{declared.name} in {declared.directory}")
+    for what, look in _LOOKS:
+        try:
+            yield Line(what=what, passed=True, found=look(declared))
+        except KvqualError as error:
+            yield Line(what=what, passed=False, found=error.line())
+
+
+def _python(study: Study) -> str:
+    return f"{sys.version.split()[0]} at {sys.executable}"
+
+
+def _engine(study: Study) -> str:
+    engine = study.engine
+    try:
+        found = importlib.metadata.version(engine.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != engine.version:
+        extra = "cpu" if study.platform == "cpu" else "gpu"
+        raise KvqualError(
+            f"found {engine.distribution} {found}, expected {engine.version}",
+            advice=f"pip install 'pytest-kvqual[{extra}]'; an arm with an interpreter of its own does without",
+        )
+    unfit = [name for name in _UNFIT if study.platform == "cpu" and _installed(name)]
+    if unfit:
+        raise KvqualError(
+            f"found {', '.join(unfit)} beside {engine.distribution}, expected none: they do not fit the CPU torch",
+            advice=f"pip uninstall {' '.join(unfit)}",
+        )
+    return f"{engine.distribution} {found}"
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _device(study: Study) -> str:
+    from pytest_kvqual.session import gpu_found
+
+    if study.platform == "cpu":
+        return "none needed"
+    if not gpu_found():
+        raise KvqualError("found no GPU, expected one", advice="run on a GPU host")
+    return "a GPU"
+
+
+def _model(study: Study) -> str:
+    from pytest_kvqual.models import model_folder, verify_model
+
+    folder = model_folder(study.model)
+    verify_model(folder, study.model.files)
+    return f"{len(study.model.files)} files in {folder}"
+
+
+def _lock(study: Study) -> str:
+    from pytest_kvqual.study.freeze import verify_lock
+
+    lock = verify_lock(study)
+    return f"{lock.path} matches (sha256 {lock.sha256[:12]})"
+
+
+def _disk(study: Study) -> str:
+    from pytest_kvqual.campaign import FREE_BYTES
+
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < FREE_BYTES:
+        raise KvqualError(
+            f"found {free >> 20} MiB free at {Path.cwd()}, expected {FREE_BYTES >> 20}",
+            advice="free space, or run with --run-dir elsewhere",
+        )
+    return f"{free >> 20} MiB free at {Path.cwd()}"
+
+
+def _port(study: Study) -> str:
+    from pytest_kvqual.server.process import free_port
+
+    try:
+        return f"{free_port()} of 127.0.0.1 can be had"
+    except OSError as error:
+        raise KvqualError(f"found no port of 127.0.0.1: {error.strerror}", advice="bring interface lo up") from error
+
+
+_LOOKS: tuple[tuple[str, Callable[[Study], str]], ...] = (
+    ("python", _python),
+    ("engine", _engine),
+    ("device", _device),
+    ("model", _model),
+    ("lock", _lock),
+    ("disk", _disk),
+    ("port", _port),
+)

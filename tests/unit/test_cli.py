@@ -1,0 +1,79 @@
+"""The command line: what it lists, and that an error raised on purpose is one line and exit status 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_kvqual import cli, plugin
+from pytest_kvqual.evidence.records import Scope
+from pytest_kvqual.judge.verdict import Outcome, Verdict
+from pytest_kvqual.receipt.statement import build
+from pytest_kvqual.receipt.write import write
+
+SCOPE = Scope(lock="a" * 64, arm="candidate", length=1024, cache_bytes=4096, engine="b" * 64)
+
+
+def test_the_default_study_is_the_plugins() -> None:
+    """``kvqual`` and ``pytest --study`` default to the same study."""
+    assert cli.DEFAULT_STUDY == plugin.DEFAULT_STUDY
+
+
+def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands that are there are listed, planned ones are not."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name} " in out for name in ("freeze", "model", "doctor", "report"))
+    assert not any(f"    {name} " in out for name in ("plan", "trace", "verify", "audit", "power"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["freeze", "nothing"], "kvqual freeze: found no study 'nothing', expected"),
+        (["model", "nothing"], "kvqual model: found no study 'nothing', expected"),
+        (["doctor", "nothing"], "kvqual doctor: found no study 'nothing', expected"),
+        (["report", "nowhere"], "kvqual report: nowhere: found no receipt, expected some"),
+    ],
+)
+def test_an_error_is_one_line(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line goes to standard error and says what was found and expected; nothing goes to standard output."""
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(text)
+    assert err.count("\n") == 1
+
+
+def receipt(run_dir: Path, gate: str, order: int, outcome: Outcome) -> Path:
+    """A receipt on disk."""
+    verdict = Verdict(gate=gate, outcome=outcome, figure=f"figure of {gate}", findings=("one cell",))
+    return write(
+        run_dir, build(verdict, SCOPE, order=order, evidence={}, requires={}, implementation="c" * 64), prefix=""
+    )
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has the latest receipt of each gate, in order, under its scope."""
+    receipt(tmp_path, "routing", 3, Outcome.FAIL)
+    receipt(tmp_path, "identity", 1, Outcome.FAIL)
+    receipt(tmp_path, "routing", 3, Outcome.INCONCLUSIVE)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("candidate at length 1024, 4096 cache bytes, lock aaaaaaaaaaaa, engine bbbbbbbbbbbb")
+    assert [line.split()[:2] for line in lines[2:]] == [["identity", "FAIL"], ["routing", "INCONCLUSIVE"]]
+
+
+def test_report_names_damaged_receipts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A receipt of which one byte was changed is no verdict, and is named."""
+    path = receipt(tmp_path, "identity", 1, Outcome.FAIL)
+    document = json.loads(path.read_text())
+    document["predicate"]["verdict"]["figure"] = "another"
+    path.write_text(json.dumps(document))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "damaged: receipts/candidate-1024-4096/01-identity-1.json: " in out
