@@ -43,6 +43,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self._kvqual_window: OracleWindow | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
         self._kvqual_formats: dict[str, formats.Format] = {}
+        self._kvqual_bytes: dict[str, tuple[float, float]] = {}
         self._kvqual_loaded: dict[str, str] = {}
         self._kvqual_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._kvqual_scales: dict[str, list[dict[str, object]]] = {}
@@ -73,7 +74,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         scales.install(self.kvqual_layers(), self.kvqual_config.v_scales)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Makes the KV caches, remembers which physical tensor is whose, then runs ``after_init``."""
+        """Makes the KV caches, notes whose each physical tensor is, observes K and V bytes; runs ``after_init``."""
         super().initialize_from_config(kv_cache_config)
         for name, layer in self.kvqual_layers().items():
             cache = layer.kv_cache
@@ -81,6 +82,10 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
                 raise WorkerError(f"layer {name} has no KV cache after initialisation")
             self._kvqual_caches[name] = cache
             self._kvqual_formats[name] = self._declared_format(layer, cache)
+            # Before after_init: this is what the backend itself stores. Where its writes go is for routing to say.
+            self._kvqual_bytes[name] = formats.observe_bytes(
+                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=self.model_config.dtype
+            )
         self._kvqual_scales["before_warmup"] = scales.snapshot(self.kvqual_layers())
         for path in self.kvqual_config.after_init:
             resolve(path)(self)
@@ -226,9 +231,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         described = []
         for name, layer in layers.items():
             cache = self._kvqual_caches[name]
-            k_bytes, v_bytes = formats.observe_bytes(
-                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=self.model_config.dtype
-            )
+            k_bytes, v_bytes = self._kvqual_bytes[name]
             described.append(
                 {
                     **identity.cache_layout(name, cache),
