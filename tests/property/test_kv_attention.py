@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -31,6 +32,15 @@ GEOMETRIES = (
     Geometry(query_heads=2, kv_heads=2, head_size=8, block_size=160),
     Geometry(query_heads=5, kv_heads=1, head_size=24, block_size=48),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """One torch thread: the tensors are small, and idle torch threads spin on the cores of other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,6 +336,20 @@ def test_named_geometries(name: str, geometry: Geometry) -> None:
         wanted, bound = exact(name, geometry, request)
         error = (output[first : first + request.rows].double() - wanted).abs()
         assert bool((error <= bound).all())
+
+
+@BOTH
+def test_two_threads_give_the_same_bits(name: str) -> None:
+    """The output is bitwise the same with one thread and with two, over more items than are gathered at a time."""
+    geometry = NAMED["smollm2"]
+    sizes = [(1000 + 17 * row, 1) for row in range(8)] + [(300, 300), (500, 100)]
+    requests = [make_request(geometry, length, rows, length, torch.bfloat16) for length, rows in sizes]
+    step = make_step(name, geometry, requests)
+    one = attend(name, step)
+    torch.set_num_threads(2)
+    two = attend(name, step)
+    torch.set_num_threads(1)
+    assert torch.equal(one.view(torch.int16), two.view(torch.int16))
 
 
 @BOTH
