@@ -268,8 +268,10 @@ class Attempt:
                         f"was captured is not of the server in {IDENTITY}",
                         advice=f"compare it with {self.path / IDENTITY_AFTER}",
                     )
-        if any(_part(rank, "installed") is not False for rank in taps):
-            raise CaptureError(f"{self._label}: found taps in place after the captures, expected none: {taps}")
+        if any(_part(rank, "installed") is not False or _part(rank, "faults") != 0 for rank in taps):
+            raise CaptureError(
+                f"{self._label}: found taps or faults in place after the captures, expected none: {taps}"
+            )
 
     def _count_activity(self, server: Server) -> None:
         from pytest_kvqual.server import rpc

@@ -240,6 +240,7 @@ class Campaign:
 
         return routing.judge(
             self.study,
+            load_task_panel(self.selection, "oracle"),
             candidate=self._own().document(ORACLE),
             null=self._null().document(ORACLE),
             faults=self._faults("routing"),
@@ -250,6 +251,7 @@ class Campaign:
 
         return placement.judge(
             self.study,
+            load_task_panel(self.selection, "oracle"),
             candidate=self._own().document(ORACLE),
             null=self._null().document(ORACLE),
             faults=self._faults("placement"),

@@ -30,7 +30,17 @@ for name in sys.argv[1:]:
     except importlib.metadata.PackageNotFoundError:
         continue
     record = distribution.read_text("RECORD")
-    digest = None if record is None else hashlib.sha256(record.encode()).hexdigest()
+    digest = None
+    if record is not None:
+        # What the wheel holds, not how it was installed: scripts name their interpreter, byte code its path, and pip
+        # notes who asked for the distribution.
+        lines = sorted(
+            line
+            for line in record.splitlines()
+            if not line.startswith("..") and ".pyc," not in line
+            and line.split(",")[0].rpartition("/")[2] not in ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
+        )
+        digest = hashlib.sha256(repr(lines).encode()).hexdigest()
     found.append({"name": name, "version": distribution.version, "record_sha256": digest})
 json.dump({"python": platform.python_version(), "machine": platform.machine(), "distributions": found}, sys.stdout)
 """
@@ -41,8 +51,8 @@ def engine_identity(study: Study, python: Path) -> dict[str, object]:
 
     Returns:
         ``{"schema": 1, "python": version, "machine": name, "distributions": [{"name", "version", "record_sha256"}]}``
-        in a fixed order. A distribution that is not installed is left out; ``record_sha256`` is the SHA-256 of its
-        ``RECORD`` file, None where it has none.
+        in a fixed order. A distribution that is not installed is left out; ``record_sha256`` is the SHA-256 of what
+        its ``RECORD`` says of the wheel's own files, the same in every environment, None where it has no ``RECORD``.
 
     Raises:
         InstallError: The interpreter does not run, or the study's engine is missing or of another version.

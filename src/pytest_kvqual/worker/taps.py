@@ -108,6 +108,7 @@ class OracleWindow:
         self._worst = 0.0
         self._self_test = "missed"
         self._seen_layers: set[str] = set()
+        self._attended_layers: set[str] = set()
         self._sample: dict[str, object] = {}
 
     # -- life -----------------------------------------------------------------------------------------------------
@@ -159,6 +160,7 @@ class OracleWindow:
             "layers": len(self._seen_layers),
             "routing": {
                 "cells_checked": 0,
+                "writes_checked": 0,
                 "history_cells": 0,
                 "padding_rows": 0,
                 "blocks_compared": 0,
@@ -167,7 +169,7 @@ class OracleWindow:
             "placement": {
                 "rows_checked": 0,
                 **self.placement.to_dict(),
-                "layers": len(self._seen_layers),
+                "layers": len(self._attended_layers),
                 "ambiguous_rows": self._ambiguous,
                 "worst_ratio": self._worst if math.isfinite(self._worst) else str(self._worst),
             },
@@ -288,6 +290,7 @@ class OracleWindow:
                 self._ledger.record(name, request.request, request.start, part)
             self._shadow.write(name, plan.slots, cells)
             self._compare_shadow(name)
+            self.routing.checked("writes_checked", plan.rows)
             self._seen_layers.add(name)
 
         return update
@@ -384,6 +387,7 @@ class OracleWindow:
             tolerances.append(reference.tolerance)
         reference = placement.Reference(torch.cat(outputs), torch.cat(tolerances))
         ambiguous, worst = placement.check_rows(self.placement, plan, layer=name, output=output, reference=reference)
+        self._attended_layers.add(name)
         self._ambiguous += ambiguous
         self._worst = worst if math.isnan(worst) or worst > self._worst else self._worst
         self._keep_sample(name, plan, queries, output)

@@ -167,6 +167,7 @@ def make_oracle(*, layers: int = LAYERS) -> dict[str, Any]:
             "layers": layers,
             "routing": {
                 "cells_checked": 500,
+                "writes_checked": 48,
                 "history_cells": 900,
                 "blocks_compared": 7,
                 "padding_rows": 0,
@@ -174,26 +175,37 @@ def make_oracle(*, layers: int = LAYERS) -> dict[str, Any]:
                 "findings_total": routing,
             },
             "placement": {
-                "rows_checked": 40,
+                "rows_checked": 48,
                 "layers": layers,
                 "ambiguous_rows": 1,
                 "worst_ratio": 0.5,
                 "findings": ["layer 1: row 3 is another's"][:placement],
                 "findings_total": placement,
             },
-            "row_map": {"checked": 40, "findings": [], "findings_total": 0, "self_test": "caught"},
+            "row_map": {"checked": 16, "findings": [], "findings_total": 0, "self_test": "caught"},
             "samples": {},
         }
 
     return {
         "schema": 1,
         "healthy": [rank(0, 0)],
-        "wave": [make_record(f"r{index}", index, make_body([1], [2])) for index in range(2)],
+        "wave": [
+            make_record(item.id, index, make_body(item.prompt, [7, 8, 9]))
+            for index, item in enumerate(make_oracle_panel().items)
+        ],
         "poison": [
             {"fault": "slot-off-by-one", "claimed_by": "routing", "records": [rank(4, 2)], "responses": []},
             {"fault": "other-layer-cache", "claimed_by": "placement", "records": [rank(0, 3)], "responses": []},
         ],
     }
+
+
+def make_oracle_panel() -> Panel:
+    """Two prompts of six tokens that generate three: eight rows each."""
+    items = tuple(
+        PanelItem(id=f"r{index}", prompt=tuple(range(index, index + 6)), targets=(), max_tokens=3) for index in range(2)
+    )
+    return Panel(task="oracle", length=1024, items=items, sha256=SHA["a"])
 
 
 def make_parity_panel() -> Panel:
@@ -278,6 +290,7 @@ class Make:
     oracle: Callable[..., dict[str, Any]] = make_oracle
     body: Callable[..., str] = make_body
     record: Callable[..., dict[str, Any]] = make_record
+    oracle_panel: Callable[[], Panel] = make_oracle_panel
     parity_panel: Callable[[], Panel] = make_parity_panel
     parity_records: Callable[[Panel, str], list[dict[str, Any]]] = make_parity_records
     parity_reference: Callable[[Panel], list[dict[str, Any]]] = make_parity_reference

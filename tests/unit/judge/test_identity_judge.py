@@ -209,7 +209,7 @@ GAPS = {
     "a layer without a number": ((*RANK, "layers", 0, "name"), "attention", "name"),
     "a boolean for a number": ((*RANK, "pool_bytes"), True, "pool_bytes"),
     "NaN for a number": ((*RANK, "layers", 0, "v_bytes_per_element"), math.nan, "v_bytes_per_element"),
-    "an integer beyond float64": ((*RANK, "layers", 0, "v_bytes_per_element"), 10**400, "range"),
+    "an integer beyond float64": ((*RANK, "layers", 0, "v_bytes_per_element"), 10**400, "a finite number"),
     "no parameters": ((*RANK, "parameters"), {"loaded": {}, "now": {}, "expected": {}}, "no parameter"),
     "a digest that is none": ((*RANK, "parameters", "loaded", "norm.weight"), "x", "norm.weight"),
     "no scales at one moment": ((*RANK, "scales", "before_warmup"), DELETE, "before_warmup"),

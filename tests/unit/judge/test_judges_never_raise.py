@@ -75,8 +75,14 @@ def judges(make: Any) -> dict[str, tuple[Any, Callable[[Any], Verdict]]]:
                 poison=poison,
             ),
         ),
-        "routing": (make.oracle(), lambda evidence: routing.judge(study, candidate=evidence, null=make.oracle())),
-        "placement": (make.oracle(), lambda evidence: placement.judge(study, candidate=evidence, null=make.oracle())),
+        "routing": (
+            make.oracle(),
+            lambda evidence: routing.judge(study, make.oracle_panel(), candidate=evidence, null=make.oracle()),
+        ),
+        "placement": (
+            make.oracle(),
+            lambda evidence: placement.judge(study, make.oracle_panel(), candidate=evidence, null=make.oracle()),
+        ),
         "parity": (
             make.parity_records(prompts, "forward"),
             lambda evidence: parity.judge(

@@ -27,7 +27,7 @@ def decide(make: Any, gate: str, **changes: Any) -> Verdict:
     """The verdict over evidence in order but for ``changes``."""
     module: ModuleType = JUDGES[gate]
     evidence = {"candidate": make.oracle(), "null": make.oracle(), "faults": (FAULT[gate],), **changes}
-    verdict: Verdict = module.judge(make.study(), **evidence)
+    verdict: Verdict = module.judge(make.study(), make.oracle_panel(), **evidence)
     return verdict
 
 
@@ -51,7 +51,7 @@ def test_passes_at_the_limits(make: Any) -> None:
     """Exactly the minimum, the largest ambiguous share and a ratio of exactly 1 pass."""
     document = damaged(make, (*RANK, "routing", "cells_checked"), 100)
     assert decide(make, "routing", candidate=document).outcome is Outcome.PASS
-    document["healthy"][0]["placement"] |= {"rows_checked": 12, "ambiguous_rows": 3, "worst_ratio": 1.0}
+    document["healthy"][0]["placement"] |= {"ambiguous_rows": 12, "worst_ratio": 1.0}
     assert decide(make, "placement", candidate=document).outcome is Outcome.PASS
 
 
@@ -91,6 +91,12 @@ GAPS = {
     "routing": {
         "too few cells": ((*RANK, "routing", "cells_checked"), 99, "cells_checked is 99, expected at least 100"),
         "no history": ((*RANK, "routing", "history_cells"), 0, "history_cells is 0, expected at least 1"),
+        "less history than rows": (
+            (*RANK, "routing", "history_cells"),
+            47,
+            "history_cells is 47, expected at least 48",
+        ),
+        "a layer's writes unseen": ((*RANK, "routing", "writes_checked"), 32, "writes_checked is 32, expected 48"),
         "no free block": ((*RANK, "routing", "blocks_compared"), 0, "blocks_compared is 0, expected at least 1"),
         "no padding count": ((*RANK, "routing", "padding_rows"), DELETE, "padding_rows"),
         "fewer layers": ((*RANK, "layers"), 2, "2 layers were seen, expected 3"),
@@ -99,9 +105,10 @@ GAPS = {
         "no routing part": ((*RANK, "routing"), DELETE, "routing"),
     },
     "placement": {
+        "a layer's rows unseen": ((*RANK, "placement", "rows_checked"), 32, "rows_checked is 32, expected 48"),
         "too few rows": ((*RANK, "placement", "rows_checked"), 9, "rows_checked is 9, expected at least 10"),
-        "too many ambiguous rows": ((*RANK, "placement", "ambiguous_rows"), 11, "11 of 40 rows are ambiguous"),
-        "more ambiguous rows than rows": ((*RANK, "placement", "ambiguous_rows"), 41, "at most rows_checked"),
+        "too many ambiguous rows": ((*RANK, "placement", "ambiguous_rows"), 13, "13 of 48 rows are ambiguous"),
+        "more ambiguous rows than rows": ((*RANK, "placement", "ambiguous_rows"), 49, "at most rows_checked"),
         "fewer layers": ((*RANK, "placement", "layers"), 2, "2 layers were seen, expected 3"),
         "no ratio": ((*RANK, "placement", "worst_ratio"), DELETE, "worst_ratio"),
         "a null ratio": ((*RANK, "placement", "worst_ratio"), None, "worst_ratio"),

@@ -31,6 +31,27 @@ def test_an_installation_is_named_by_its_records() -> None:
     assert len(entries[0]["record_sha256"]) == 64
 
 
+def test_how_a_wheel_was_installed_is_no_part_of_its_name(tmp_path: Path) -> None:
+    """Scripts with the interpreter's path, byte code and pip's own notes do not count; a changed file does."""
+
+    def digest(record: str) -> object:
+        site = tmp_path / "site"
+        info = site / "engine-1.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine\nVersion: 1\n")
+        (info / "RECORD").write_text(record)
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH={site} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        found = engine_identity(study("engine", "1"), python)
+        return cast(list[dict[str, str]], found["distributions"])[0]["record_sha256"]
+
+    plain = "engine.py,sha256=abc,10\nengine-1.dist-info/METADATA,sha256=d,20\n"
+    noise = "../../../bin/engine,sha256=x,1\n__pycache__/engine.pyc,,\nengine-1.dist-info/REQUESTED,sha256=y,0\n"
+    assert digest(plain) == digest(noise + plain)
+    assert digest(plain) != digest(plain.replace("abc", "abd"))
+
+
 @pytest.mark.parametrize(
     ("name", "wanted", "message"),
     [("pytest", "0.1", "found pytest .*, expected 0.1"), ("no-such-engine", "1", "no-such-engine not installed")],

@@ -19,19 +19,21 @@ from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
 from pytest_kvqual.judge.verdict import Poison, Verdict
 from pytest_kvqual.study.model import Study
+from pytest_kvqual.study.panels import Panel
 from pytest_kvqual.tasks.completion import parse_answer
 
 SCHEMA = 1
 _KNOWN = ("schema", "healthy", "wave", "poison")
 GATES = ("routing", "placement")
 
-Section = Callable[[Objections, Study, Table, str], dict[str, object]]
-"""A gate's own rules over one rank's record; returns its numbers."""
+Section = Callable[[Objections, Study, Table, str, int | None], dict[str, object]]
+"""A gate's own rules over one rank's record, told how many rows the pass had (None: unknown); returns its numbers."""
 
 
 def judge_oracle(
     gate: str,
     study: Study,
+    panel: Panel,
     *,
     section: Section,
     figure: Callable[[Sequence[Mapping[str, object]]], str],
@@ -40,11 +42,11 @@ def judge_oracle(
     faults: Sequence[str],
 ) -> Verdict:
     """The verdict of an oracle gate; ``section`` brings its rules, ``figure`` words the numbers of the ranks."""
-    own, ranks = _healthy(gate, study, candidate, section, origin="oracle")
+    own, ranks = _healthy(study, panel, candidate, section, origin="oracle")
     if null is None:
         check, null_objections, null_ranks = None, None, list[dict[str, object]]()
     else:
-        null_objections, null_ranks = _healthy(gate, study, null, section, origin="null oracle")
+        null_objections, null_ranks = _healthy(study, panel, null, section, origin="null oracle")
         check = null_check(null_objections, figure(null_ranks))
     return conclude(
         gate,
@@ -58,7 +60,7 @@ def judge_oracle(
 
 
 def _healthy(
-    gate: str, study: Study, document: object, section: Section, *, origin: str
+    study: Study, panel: Panel, document: object, section: Section, *, origin: str
 ) -> tuple[Objections, list[dict[str, object]]]:
     result, numbers = Objections(), list[dict[str, object]]()
     if document is None:
@@ -68,6 +70,9 @@ def _healthy(
         outer = Table(document, origin=origin, error=EvidenceError, known=_KNOWN)
         if outer.integer("schema") != SCHEMA:
             outer.fail("schema", str(outer.integer("schema")), str(SCHEMA))
+        rows: int | None = None
+        with result.reading(7):
+            rows = _wave(result, outer, panel, origin)
         for place, record in enumerate(_records(outer, "healthy")):
             with result.reading(1):
                 where = f"{origin}, healthy[{place}]"
@@ -76,30 +81,50 @@ def _healthy(
                     rank.fail("rank", str(rank.integer("rank")), str(place))
                 rank.integer("steps", minimum=1)
                 with result.reading(2):
-                    _row_map(result, rank, where)
+                    _row_map(result, rank, where, rows)
                 with result.reading(3):
-                    numbers.append(section(result, study, rank, where))
-        with result.reading(7):
-            _wave(result, outer, origin)
+                    numbers.append(section(result, study, rank, where, rows))
     return result, numbers
 
 
-def _row_map(result: Objections, rank: Table, where: str) -> None:
+def complete(result: Objections, rule: int, table: Table, key: str, where: str, expected: int | None) -> None:
+    """Objects when a count is not the one that the pass's requests dictate; nothing is sampled."""
+    found = table.integer(key, minimum=0)
+    if expected is not None and found != expected:
+        result.gap(rule, f"{where}: {key} is {found}, expected {expected}, as many as the requests of the pass need")
+
+
+def _row_map(result: Objections, rank: Table, where: str, expected: int | None) -> None:
     rows = rank.table("row_map", known=None)
+    complete(result, 2, rows, "checked", where, expected)
     if rows.choice("self_test", ("caught", "missed")) != "caught":
         result.gap(2, f"{where}: the row map missed its known permutation, expected 'caught'")
-    rows.integer("checked", minimum=1)
     objected(result, 2, rows, f"{where}: row map")
 
 
-def _wave(result: Objections, outer: Table, origin: str) -> None:
+def _wave(result: Objections, outer: Table, panel: Panel, origin: str) -> int | None:
+    """How many rows the pass had: each prompt token once, and each generated token that was fed again."""
+    asked = {item.id: item for item in panel.items}
     seen: set[str] = set()
+    rows, whole = 0, True
     for place, record in enumerate(_records(outer, "wave")):
+        where = f"{origin}, wave[{place}]"
+        read = False
         with result.reading(7):
-            answer = parse_answer(record, origin=f"{origin}, wave[{place}]", logprobs=False)
+            answer = parse_answer(record, origin=where, logprobs=False)
+            read = True
+            item = asked.get(answer.id)
             if answer.id in seen:
-                result.gap(7, f"{origin}, wave[{place}]: request '{answer.id}' appears twice")
+                result.gap(7, f"{where}: request '{answer.id}' appears twice")
+            elif item is None or item.prompt != answer.prompt_token_ids:
+                result.gap(7, f"{where}: request '{answer.id}' is not the panel's request of that name")
             seen.add(answer.id)
+            rows += len(answer.prompt_token_ids) + len(answer.token_ids) - 1
+        whole = whole and read
+    missing = [name for name in asked if name not in seen]
+    if missing and whole:
+        result.gap(7, f"{origin}: {len(missing)} of {len(asked)} requests have no answer, first '{missing[0]}'")
+    return rows if whole else None
 
 
 def objected(result: Objections, rule: int, section: Table, where: str) -> int:
