@@ -158,3 +158,17 @@ def test_values_that_are_not_finite_cannot_pass(value: float) -> None:
     record: Any = window.finish()
     assert record["placement"]["findings_total"] > 0
     assert isinstance(record["placement"]["worst_ratio"], str)
+
+
+def test_a_layer_whose_attention_is_not_seen_is_not_counted() -> None:
+    """A layer that attends past its tap is missing from the layers and rows that placement checked."""
+    engine = SyntheticEngine()
+    window = engine.open()
+    impl = engine.kvqual_layers()["layers.1.attn"].impl
+    impl.forward = type(impl).forward.__get__(impl)
+    workload(engine)
+    record: Any = window.finish()
+    assert record["layers"] == 2
+    assert record["placement"]["layers"] == 1
+    assert record["placement"]["rows_checked"] == record["row_map"]["checked"]
+    assert record["routing"]["writes_checked"] == 2 * record["row_map"]["checked"]
