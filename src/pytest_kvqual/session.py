@@ -281,7 +281,11 @@ class QualificationSession:
         """Decide one gate, once."""
         if name in self._decisions:
             pytest.fail(f"gate {name}: found a second decision in this run, expected one", pytrace=False)
-        decision = self.campaign.decide(name)
+        try:
+            decision = self.campaign.decide(name)
+        except KvqualError as error:
+            # Its receipt could not be written: there is no verdict, whatever was judged.
+            pytest.fail(error.line(), pytrace=False)
         self._decisions[name] = decision
         return decision
 

@@ -1,6 +1,6 @@
 """A campaign without an engine: what ``pytest_kvqual_campaign`` may return. Copied into the conftest of each test run.
 
-``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash`` or to ``standing``.
+``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash``, ``unwritable`` or ``standing``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from pytest_kvqual.errors import KvqualError, LockError, StudyError
+from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, StudyError
 from pytest_kvqual.hooks import Decision, Options, Progress
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
@@ -94,6 +94,8 @@ class FakeCampaign:
         how = wanted().get(gate, "PASS")
         if how == "crash":
             raise RuntimeError("a defect of the judge")
+        if how == "unwritable":
+            raise ReceiptError("receipts: cannot write the receipt: Not a directory", advice="give another --run-dir")
         if how == "PASS":
             verdict = Verdict(
                 gate=gate,
