@@ -5,7 +5,7 @@ judging and receipts are the campaign's (:mod:`pytest_kvqual.hooks`).
 
 What pytest can hide, and the answer to each:
 
-1. An option that repeats, reorders by history or distributes gates: a usage error before the first test.
+1. An option that repeats, reorders by history, distributes or does not run gates: a usage error before the first test.
 2. A gate that is deselected, not collected, or not reached: a receipt that says so, and a failed test of its name.
 3. A gate test that is skipped, expected to fail, or passes without a verdict: its report becomes a failure.
 4. Anything else: the exit status is set from the verdicts, not from the reports.
@@ -48,6 +48,9 @@ _HIDING_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("failedfirst", "--ff", "gates run in the study's order, not by an earlier run's failures"),
     ("newfirst", "--nf", "gates run in the study's order, not by file times"),
     ("stepwise", "--sw", "gates run in the study's order, not by an earlier run's failures"),
+    # --setup-plan sets --setup-only too, and is to be named as typed.
+    ("setupplan", "--setup-plan", "it shows fixtures and decides no gate"),
+    ("setuponly", "--setup-only", "it shows fixtures and decides no gate"),
     ("keepduplicates", "--keep-duplicates", "a gate is decided once in one run"),
 )
 _RERUN_PLUGINS = frozenset({"rerunfailures", "pytest_rerunfailures", "pytest-rerunfailures", "flaky", "pytest_retry"})
@@ -186,7 +189,7 @@ class QualificationSession:
                 raise pytest.UsageError(f"gate {name}: found {gates[name].nodeid} and {item.nodeid}, expected one test")
             gates[name] = item
         qualification = cls(session, gates)
-        if not config.option.collectonly:
+        if not (config.option.collectonly or config.option.showfixtures or config.option.show_fixtures_per_test):
             _refuse_hiding(config, items)
             qualification._open()
         if config.pluginmanager.register(qualification, PLUGIN_NAME) is None:
@@ -421,7 +424,7 @@ def _gate_name(item: pytest.Item) -> str:
 
 
 def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Refuse the options that repeat, reorder by history or distribute gates.
+    """Refuse the options that repeat, reorder by history, distribute or do not run gates.
 
     Raises:
         pytest.UsageError: one line that names the option.

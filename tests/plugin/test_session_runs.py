@@ -187,9 +187,12 @@ def test_a_receipt_that_cannot_be_written_is_one_line(gates: Runner, absent: str
     result.stdout.no_fnmatch_line("routing *PASS *")
 
 
-def test_setup_only_is_not_a_pass(gates: Runner) -> None:
-    """--setup-plan runs no gate, so no gate passed."""
-    assert gates.run("qualification", "-m", "cpu", "--setup-plan").ret == 1
+@pytest.mark.parametrize("option", ["--fixtures", "--fixtures-per-test"])
+def test_listing_fixtures_decides_nothing(gates: Runner, option: str) -> None:
+    """The lists of fixtures work with gates, need no -m, and write nothing."""
+    result = gates.run("qualification", option)
+    assert result.ret == 0
+    assert not gates.run_dir.exists()
 
 
 def test_collect_only_lists_gates_and_decides_nothing(gates: Runner) -> None:
