@@ -131,7 +131,7 @@ class Campaign:
     # -- before a server boots ---------------------------------------------------------------------------------------
 
     def prepare(self, gates: Sequence[str]) -> Sequence[str]:
-        """Claim the run directory, and check lock, model and disk space. ``gates`` are those that this run decides.
+        """Claim the run directory, and check memory, lock, model and disk. ``gates`` are those that this run decides.
 
         Raises:
             KvqualError: one line; nothing has booted.
@@ -142,6 +142,7 @@ class Campaign:
 
         self._activity.begun_ns = monotonic_ns()
         self._gates = tuple(gates)
+        self._fits()
         lock = verify_lock(self.study)
         self._lock = lock.sha256
         self._implementation = digest(dict(lock.implementation))
@@ -149,6 +150,20 @@ class Campaign:
         models.verify_model(self._model, self.study.model.files)
         self._claim(self.run_dir)
         return self._stale()
+
+    def _fits(self) -> None:
+        """A CPU engine's pool is host memory; without this the kernel ends the engine halfway."""
+        if self.study.platform != "cpu":
+            return
+        import psutil
+
+        total = psutil.virtual_memory().total
+        if self.selection.cache_bytes > total:
+            raise RefusedError(
+                f"--cache-bytes: found {self.selection.cache_bytes} bytes, expected at most this machine's memory of "
+                f"{total} bytes",
+                advice="give a smaller --cache-bytes",
+            )
 
     def _claim(self, place: Path) -> None:
         from filelock import FileLock, Timeout

@@ -50,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
     study_of(command("doctor", _doctor, "say what this host has of what a study needs"))
-    report = command("report", _report, "print the verdicts of a run directory")
+    report = command(
+        "report",
+        _report,
+        "print the verdicts of a run directory as written; fail unless the newest of each gate is PASS",
+    )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.add_argument("--prefix", default="", help="as given to the run")
     return parser
@@ -82,11 +86,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from pytest_kvqual.report.stored import lines
+    from pytest_kvqual.report.stored import stored
 
-    for line in lines(args.run_dir, prefix=args.prefix):
+    found = stored(args.run_dir, prefix=args.prefix)
+    for line in found.lines:
         print(line)
-    return 0
+    return 0 if found.passed else 1
 
 
 if __name__ == "__main__":

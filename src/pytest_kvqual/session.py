@@ -5,7 +5,7 @@ judging and receipts are the campaign's (:mod:`pytest_kvqual.hooks`).
 
 What pytest can hide, and the answer to each:
 
-1. An option that repeats, reorders by history or distributes gates: a usage error before the first test.
+1. An option that repeats, reorders by history, distributes or does not run gates: a usage error before the first test.
 2. A gate that is deselected, not collected, or not reached: a receipt that says so, and a failed test of its name.
 3. A gate test that is skipped, expected to fail, or passes without a verdict: its report becomes a failure.
 4. Anything else: the exit status is set from the verdicts, not from the reports.
@@ -48,6 +48,9 @@ _HIDING_OPTIONS: tuple[tuple[str, str, str], ...] = (
     ("failedfirst", "--ff", "gates run in the study's order, not by an earlier run's failures"),
     ("newfirst", "--nf", "gates run in the study's order, not by file times"),
     ("stepwise", "--sw", "gates run in the study's order, not by an earlier run's failures"),
+    # --setup-plan sets --setup-only too, and is to be named as typed.
+    ("setupplan", "--setup-plan", "it shows fixtures and decides no gate"),
+    ("setuponly", "--setup-only", "it shows fixtures and decides no gate"),
     ("keepduplicates", "--keep-duplicates", "a gate is decided once in one run"),
 )
 _RERUN_PLUGINS = frozenset({"rerunfailures", "pytest_rerunfailures", "pytest-rerunfailures", "flaky", "pytest_retry"})
@@ -168,6 +171,11 @@ class QualificationSession:
         self._started = False
         self._stopped = ""
         self._timing = False
+        self._interrupted = ""
+        self._notes: dict[str, str] = {}
+        # The test that is running, and the tests whose outcome was reported: by node id.
+        self._running: tuple[str, tuple[str, int | None, str]] | None = None
+        self._reported: set[str] = set()
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -186,7 +194,7 @@ class QualificationSession:
                 raise pytest.UsageError(f"gate {name}: found {gates[name].nodeid} and {item.nodeid}, expected one test")
             gates[name] = item
         qualification = cls(session, gates)
-        if not config.option.collectonly:
+        if not (config.option.collectonly or config.option.showfixtures or config.option.show_fixtures_per_test):
             _refuse_hiding(config, items)
             qualification._open()
         if config.pluginmanager.register(qualification, PLUGIN_NAME) is None:
@@ -281,7 +289,11 @@ class QualificationSession:
         """Decide one gate, once."""
         if name in self._decisions:
             pytest.fail(f"gate {name}: found a second decision in this run, expected one", pytrace=False)
-        decision = self.campaign.decide(name)
+        try:
+            decision = self.campaign.decide(name)
+        except KvqualError as error:
+            # Its receipt could not be written: there is no verdict, whatever was judged.
+            pytest.fail(error.line(), pytrace=False)
         self._decisions[name] = decision
         return decision
 
@@ -315,6 +327,23 @@ class QualificationSession:
                 del report.wasxfail
         return report
 
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        """Note which test runs."""
+        self._running = (nodeid, location)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note which tests have an outcome."""
+        if report.when == "call" or report.outcome != "passed":
+            self._reported.add(report.nodeid)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note that the session is cut short: by Ctrl-C, ``pytest.exit`` or a plugin."""
+        self._interrupted = f"interrupted: {excinfo.exconly().splitlines()[0]}"
+
+    def pytest_internalerror(self, excrepr: object, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Note that the session is cut short by a defect of pytest or of a plugin."""
+        self._interrupted = f"internal error: {excinfo.exconly().splitlines()[0]}"
+
     def _expected(self) -> list[GatePlan]:
         """The gates that this run must pass."""
         return [
@@ -337,6 +366,8 @@ class QualificationSession:
             return "not collected in this run"
         if name not in self._selected:
             return "deselected in this run"
+        if self._interrupted:
+            return f"not run to its end: {self._interrupted}"
         return f"not run: {self._stopped}" if self._stopped else "not run: the session ended before its turn"
 
     @pytest.hookimpl(tryfirst=True)
@@ -345,7 +376,7 @@ class QualificationSession:
         if self._campaign is None:
             return
         try:
-            if self._started:
+            if self._started or self._interrupted:
                 self._account()
         finally:
             self.campaign.close()
@@ -359,35 +390,59 @@ class QualificationSession:
         for plan in self._expected():
             decision = self._decisions.get(plan.name)
             if decision is None:
-                reason = self._reason(plan.name)
-                decision = self._absent(plan.name, reason)
+                decision = self._undecided(plan.name)
                 # A gate whose own test ended without a verdict is reported as failed already.
                 if plan.name not in self._reasons and not _passed(decision):
                     self._report_absent(plan.name, decision)
             passed = passed and _passed(decision)
+        if self._interrupted and self._running is not None and self._running[0] not in self._reported:
+            # Whatever test it was: JUnit's file has a nameless case for a test that began and has no outcome.
+            self._report_failed(*self._running, f"not run to its end: {self._interrupted}")
+            passed = False
         passed = passed and all(map(_passed, self._decisions.values()))
         if not passed and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         junit.add_properties(self._config, junit.properties(self.campaign.title, self._rows()))
+
+    def _undecided(self, name: str) -> Decision | None:
+        """What counts for a gate that this run did not decide; None, and a note, where nothing does."""
+        reason = self._reason(name)
+        # Before the campaign is prepared it cannot tell which receipts stand.
+        decision = self._absent(name, reason) if self._started else None
+        # An earlier PASS answers for a gate that nobody asked for here, not for one that was begun or cut off.
+        if decision is not None and decision.standing and (self._interrupted or name in self._reasons):
+            del self._decisions[name]
+            self._notes[name] = f"{reason} (an earlier run's receipt stands)"
+            return None
+        if decision is None:
+            self._notes[name] = reason
+        return decision
 
     def _report_absent(self, name: str, decision: Decision | None) -> None:
         """A failed test in the name of a gate that did not run, for the terminal's count and for JUnit."""
         item = self._collected.get(name)
         nodeid = item.nodeid if item is not None else f"qualification::{name}"
         location = item.location if item is not None else ("qualification", None, name)
-        line = terminal.failure_line(decision) if decision is not None else self._errors[-1]
+        line = terminal.failure_line(decision) if decision is not None else f"{name}: {self._notes[name]}"
+        # The terminal's percentage is of the tests collected.
+        self._session.testscollected += item is None
+        self._report_failed(nodeid, location, line)
+
+    def _report_failed(self, nodeid: str, location: tuple[str, int | None, str], line: str) -> None:
         report = pytest.TestReport(
             nodeid=nodeid, location=location, keywords={}, outcome="failed", longrepr=line, when="call", duration=0.0
         )
-        # The terminal's percentage is of the tests collected.
-        self._session.testscollected += item is None
         self._config.hook.pytest_runtest_logreport(report=report)
 
     # -- the report --------------------------------------------------------------------------------------------------
 
     def _rows(self) -> list[terminal.Row]:
         return terminal.rows(
-            self.campaign.study.gates, self._decisions, timing=self._timing, run_dir=self.campaign.run_dir
+            self.campaign.study.gates,
+            self._decisions,
+            notes=self._notes,
+            timing=self._timing,
+            run_dir=self.campaign.run_dir,
         )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -417,7 +472,7 @@ def _gate_name(item: pytest.Item) -> str:
 
 
 def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Refuse the options that repeat, reorder by history or distribute gates.
+    """Refuse the options that repeat, reorder by history, distribute or do not run gates.
 
     Raises:
         pytest.UsageError: one line that names the option.

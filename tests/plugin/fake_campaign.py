@@ -1,6 +1,7 @@
 """A campaign without an engine: what ``pytest_kvqual_campaign`` may return. Copied into the conftest of each test run.
 
-``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash`` or to ``standing``.
+``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash``, ``unwritable``,
+``interrupt``, ``standing``, or ``standing, interrupt``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from pytest_kvqual.errors import KvqualError, LockError, StudyError
+from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, StudyError
 from pytest_kvqual.hooks import Decision, Options, Progress
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
@@ -72,6 +73,8 @@ class FakeCampaign:
         self.passed: dict[str, bool] = {}
 
     def prepare(self, gates: Sequence[str]) -> Sequence[str]:
+        if wanted().get("prepare") == "interrupt":
+            raise KeyboardInterrupt
         if wanted().get("prepare"):
             raise LockError("lock.json: found digest aa, expected bb", advice="run kvqual freeze")
         return ["nll: earlier receipt of another scope: length: found 8192, expected 1024"]
@@ -94,6 +97,10 @@ class FakeCampaign:
         how = wanted().get(gate, "PASS")
         if how == "crash":
             raise RuntimeError("a defect of the judge")
+        if how == "interrupt" or how == "standing, interrupt":
+            raise KeyboardInterrupt
+        if how == "unwritable":
+            raise ReceiptError("receipts: cannot write the receipt: Not a directory", advice="give another --run-dir")
         if how == "PASS":
             verdict = Verdict(
                 gate=gate,
@@ -111,7 +118,7 @@ class FakeCampaign:
     def absent(self, gate: str, reason: str) -> Decision:
         if wanted().get("absent") == "error":
             raise KvqualError("receipts: found no space, expected 1 MiB")
-        if wanted().get(gate) == "standing":
+        if wanted().get(gate, "").startswith("standing"):
             verdict = Verdict(
                 gate=gate,
                 outcome=Outcome.PASS,

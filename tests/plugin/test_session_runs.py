@@ -170,9 +170,29 @@ def test_receipts_that_cannot_be_written_are_a_red_run(gates: Runner) -> None:
     result.stdout.fnmatch_lines(["routing: receipts: found no space, expected 1 MiB"])
 
 
-def test_setup_only_is_not_a_pass(gates: Runner) -> None:
-    """--setup-plan runs no gate, so no gate passed."""
-    assert gates.run("qualification", "-m", "cpu", "--setup-plan").ret == 1
+@pytest.mark.parametrize("absent", ["", "error"])
+def test_a_receipt_that_cannot_be_written_is_one_line(gates: Runner, absent: str) -> None:
+    """A gate whose receipt cannot be written fails in one line without a traceback, and is never PASS."""
+    gates.verdicts(routing="unwritable", absent=absent)
+    result = gates.run("qualification", "-m", "cpu")
+    assert result.ret == 1
+    outcomes = result.parseoutcomes()
+    assert outcomes["failed"] >= 1
+    line = "receipts: cannot write the receipt: Not a directory (give another --run-dir)"
+    assert line in result.stdout.lines
+    text = result.stdout.str()
+    assert "Traceback" not in text
+    assert "conftest.py:" not in text
+    assert "session.py:" not in text
+    result.stdout.no_fnmatch_line("routing *PASS *")
+
+
+@pytest.mark.parametrize("option", ["--fixtures", "--fixtures-per-test"])
+def test_listing_fixtures_decides_nothing(gates: Runner, option: str) -> None:
+    """The lists of fixtures work with gates, need no -m, and write nothing."""
+    result = gates.run("qualification", option)
+    assert result.ret == 0
+    assert not gates.run_dir.exists()
 
 
 def test_collect_only_lists_gates_and_decides_nothing(gates: Runner) -> None:

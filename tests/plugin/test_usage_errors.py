@@ -36,6 +36,8 @@ def expect(gates: Runner, args: list[str], text: str) -> None:
         (["-m", "cpu", "--ff"], "found --ff with gates, expected none"),
         (["-m", "cpu", "--nf"], "found --nf with gates, expected none"),
         (["-m", "cpu", "--sw"], "found --sw with gates, expected none"),
+        (["-m", "cpu", "--setup-only"], "found --setup-only with gates, expected none: it shows fixtures"),
+        (["-m", "cpu", "--setup-plan"], "found --setup-plan with gates, expected none: it shows fixtures"),
         (["-m", "cpu", "-p", "no:kvqual-session"], "found -p no:kvqual-session, expected none"),
         (["-m", "cpu", "-p", "pytest_rerunfailures", "--reruns", "2"], "found --reruns with gates, expected none"),
         (["-m", "cpu", "-p", "pytest_rerunfailures"], "found -p pytest_rerunfailures with gates, expected none"),

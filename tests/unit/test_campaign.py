@@ -12,7 +12,7 @@ import pytest
 from pytest_kvqual import campaign as module
 from pytest_kvqual.attempt import Attempt
 from pytest_kvqual.campaign import Campaign
-from pytest_kvqual.errors import CaptureError, EvidenceError, LockError, ModelError, ServerError
+from pytest_kvqual.errors import CaptureError, EvidenceError, LockError, ModelError, RefusedError, ServerError
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.study.freeze import Lock
@@ -345,3 +345,16 @@ def test_two_runs_in_one_directory(run: Run, tmp_path: Path, locked: dict[str, A
             run()
     finally:
         first.close()
+
+
+def test_a_pool_larger_than_the_memory_is_refused(
+    run: Callable[..., dict[str, Decision]], events: list[str], tmp_path: Path
+) -> None:
+    """A --cache-bytes that this machine's memory cannot hold is one line before anything boots or is written."""
+    with pytest.raises(
+        RefusedError, match=r"--cache-bytes: found \d+ bytes, expected at most this machine's memory"
+    ) as e:
+        run(cache_bytes=1 << 60)
+    assert "\n" not in e.value.line()
+    assert events == []
+    assert list(tmp_path.iterdir()) == []

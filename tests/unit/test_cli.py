@@ -9,7 +9,7 @@ import pytest
 
 from pytest_kvqual import cli, plugin
 from pytest_kvqual.evidence.records import Scope
-from pytest_kvqual.judge.verdict import Outcome, Verdict
+from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import build
 from pytest_kvqual.receipt.write import write
 
@@ -51,10 +51,18 @@ def test_an_error_is_one_line(argv: list[str], text: str, capsys: pytest.Capture
 
 def receipt(run_dir: Path, gate: str, order: int, outcome: Outcome) -> Path:
     """A receipt on disk."""
-    verdict = Verdict(gate=gate, outcome=outcome, figure=f"figure of {gate}", findings=("one cell",))
-    return write(
-        run_dir, build(verdict, SCOPE, order=order, evidence={}, requires={}, implementation="c" * 64), prefix=""
+    passed = outcome is Outcome.PASS
+    verdict = Verdict(
+        gate=gate,
+        outcome=outcome,
+        figure=f"figure of {gate}",
+        findings=() if passed else ("one cell",),
+        null=Check(passed=True, figure="0") if passed else None,
+        poison=(Poison(fault="slot-off-by-one", caught=True, figure="1 of 1"),) if passed else (),
     )
+    evidence = {"candidate/attempt-1/identity.json": "d" * 64}
+    statement = build(verdict, SCOPE, order=order, evidence=evidence, requires={}, implementation="c" * 64)
+    return write(run_dir, statement, prefix="")
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +70,9 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     receipt(tmp_path, "routing", 3, Outcome.FAIL)
     receipt(tmp_path, "identity", 1, Outcome.FAIL)
     receipt(tmp_path, "routing", 3, Outcome.INCONCLUSIVE)
-    assert cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
+    assert lines.pop(0).startswith("as written: evidence, lock, engine and the receipts that each rests on are not")
     assert lines[0].startswith("candidate at length 1024, 4096 cache bytes, lock aaaaaaaaaaaa, engine bbbbbbbbbbbb")
     assert [line.split()[:2] for line in lines[2:]] == [["identity", "FAIL"], ["routing", "INCONCLUSIVE"]]
 
@@ -74,6 +83,27 @@ def test_report_names_damaged_receipts(tmp_path: Path, capsys: pytest.CaptureFix
     document = json.loads(path.read_text())
     document["predicate"]["verdict"]["figure"] = "another"
     path.write_text(json.dumps(document))
-    assert cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "damaged: receipts/candidate-1024-4096/01-identity-1.json: " in out
+
+
+def test_report_of_newest_receipts_that_pass(tmp_path: Path) -> None:
+    """Exit status 0 where the newest receipt of each gate is PASS, and 1 once a newer one is not."""
+    receipt(tmp_path, "identity", 1, Outcome.FAIL)
+    receipt(tmp_path, "identity", 1, Outcome.PASS)
+    receipt(tmp_path, "routing", 3, Outcome.PASS)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    receipt(tmp_path, "routing", 3, Outcome.REFUSED)
+    assert cli.main(["report", str(tmp_path)]) == 1
+
+
+def test_report_does_not_fall_back_to_an_older_receipt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gate whose newest receipt is damaged has no verdict, although an older one says PASS."""
+    receipt(tmp_path, "identity", 1, Outcome.PASS)
+    receipt(tmp_path, "identity", 1, Outcome.FAIL).write_text("{}")
+    assert cli.main(["report", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "PASS" not in out.partition("\n")[2]
+    assert "identity  -" in out
+    assert "its newest receipt is damaged: receipts/candidate-1024-4096/01-identity-2.json" in out

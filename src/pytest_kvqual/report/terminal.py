@@ -47,13 +47,22 @@ def failure_line(decision: Decision) -> str:
     return f"{verdict.gate}: {verdict.outcome.value}: {_one_line(verdict.figure)}{finding} [{receipt}]"
 
 
-def rows(plans: Iterable[GatePlan], decisions: Mapping[str, Decision], *, timing: bool, run_dir: Path) -> list[Row]:
-    """One row for each gate of the study, in its order."""
+def rows(
+    plans: Iterable[GatePlan],
+    decisions: Mapping[str, Decision],
+    *,
+    notes: Mapping[str, str],
+    timing: bool,
+    run_dir: Path,
+) -> list[Row]:
+    """One row for each gate of the study, in its order. ``notes`` says why a gate has no decision, where known."""
     found = []
     for plan in plans:
         decision = decisions.get(plan.name)
         if decision is not None:
             note = "standing: an earlier run's receipt" if decision.standing else ""
+        elif plan.name in notes:
+            note = notes[plan.name]
         elif plan.state == "planned":
             note = "planned, not there yet"
         elif plan.timing and not timing:
@@ -90,7 +99,7 @@ def lines(entries: Sequence[Row], *, notices: Sequence[str], summary: Sequence[s
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.decision is None:
-        return (row.gate, "-", row.note, "-", "-", "-")
+        return (row.gate, "-", _cut(_one_line(row.note), FIGURE_SHOWN), "-", "-", "-")
     verdict = row.decision.verdict
     figure = _cut(_one_line(verdict.figure), FIGURE_SHOWN) + (f" ({row.note})" if row.note else "")
     null = "-" if verdict.null is None else "passed" if verdict.null.passed else "FAILED"
