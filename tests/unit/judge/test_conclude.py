@@ -54,12 +54,21 @@ def test_is_inconclusive_without_a_passed_null(null: Check | None, found: str) -
 
 
 @pytest.mark.parametrize("poison", [(), (MISSED,), (CAUGHT, MISSED)])
-@pytest.mark.parametrize("found", ["", "bad"])
-def test_is_inconclusive_unless_every_fault_is_caught(poison: tuple[Poison, ...], found: str) -> None:
-    """Without poison, or with one fault missed, not even an objection counts."""
-    outcome, findings, _ = conclusion(found=found, poison=poison)
+def test_is_inconclusive_unless_every_fault_is_caught(poison: tuple[Poison, ...]) -> None:
+    """Without poison, or with one fault missed, silence does not count."""
+    outcome, findings, _ = conclusion(poison=poison)
     assert outcome is Outcome.INCONCLUSIVE
     assert findings[0].startswith("poison: ")
+
+
+@pytest.mark.parametrize("poison", [(), (MISSED,), (CAUGHT, MISSED)])
+def test_an_objection_stands_although_a_fault_was_missed(poison: tuple[Poison, ...]) -> None:
+    """A finding of a gate whose null passed fails the arm, and the missed fault is named after it."""
+    outcome, findings, figure = conclusion(found="bad", poison=poison)
+    assert outcome is Outcome.FAIL
+    assert figure == findings[0]
+    assert "bad" in findings[0]
+    assert findings[-1].startswith("poison: ")
 
 
 def test_reading_turns_errors_into_gaps() -> None:

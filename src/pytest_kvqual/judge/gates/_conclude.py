@@ -1,10 +1,11 @@
 """What all judges share: collecting objections under numbered rules, and drawing one conclusion from them.
 
-1. The gate's null did not pass, a seeded fault was missed, or none was seeded: ``INCONCLUSIVE``. The instrument is not
-   known to work, so neither its objections nor its silence count.
+1. The gate's null did not pass: ``INCONCLUSIVE``. The instrument may cry wolf, so its objections do not count.
 2. Otherwise an objection to the evidence: ``FAIL``.
-3. Otherwise a gap in the evidence (missing, malformed, of an unknown schema): ``INCONCLUSIVE``.
-4. Otherwise ``PASS``.
+3. Otherwise a seeded fault was missed, or none was seeded: ``INCONCLUSIVE``. The instrument may be blind, so its silence
+   does not count.
+4. Otherwise a gap in the evidence (missing, malformed, of an unknown schema): ``INCONCLUSIVE``.
+5. Otherwise ``PASS``.
 """
 
 from __future__ import annotations
@@ -86,23 +87,25 @@ def conclude(
     ``figure`` is the deciding line of a gate whose own evidence is in order; otherwise the first finding decides.
     """
     lines = list(objections.lines())
-    unsound: list[str] = []
+    alarm: list[str] = []
     if null is None:
-        unsound.append("null: no evidence of the control against itself")
+        alarm.append("null: no evidence of the control against itself")
     elif not null.passed:
-        unsound.extend(f"null: {line}" for line in (null_objections.lines() if null_objections else (null.figure,)))
+        alarm.extend(f"null: {line}" for line in (null_objections.lines() if null_objections else (null.figure,)))
+    blind: list[str] = []
     if not poison:
-        unsound.append("poison: no seeded fault was run against this gate")
-    unsound.extend(f"poison: '{fault.fault}' was not caught: {fault.figure}" for fault in poison if not fault.caught)
-    if unsound:
-        outcome = Outcome.INCONCLUSIVE
+        blind.append("poison: no seeded fault was run against this gate")
+    blind.extend(f"poison: '{fault.fault}' was not caught: {fault.figure}" for fault in poison if not fault.caught)
+    # The null says that the gate does not cry wolf, the poison that it sees. A finding needs the first alone: a planted
+    # fault can cancel the very fault that the arm has (K and V swapped twice).
+    if alarm:
+        outcome, findings = Outcome.INCONCLUSIVE, (*alarm, *blind, *lines)
     elif objections.found:
-        outcome = Outcome.FAIL
-    elif objections.missing:
-        outcome = Outcome.INCONCLUSIVE
+        outcome, findings = Outcome.FAIL, (*lines, *blind)
+    elif blind or objections.missing:
+        outcome, findings = Outcome.INCONCLUSIVE, (*blind, *lines)
     else:
-        outcome = Outcome.PASS
-    findings = (*unsound, *lines)
+        outcome, findings = Outcome.PASS, ()
     return Verdict(
         gate=gate,
         outcome=outcome,
