@@ -2,8 +2,8 @@
 
 1. The gate's null did not pass: ``INCONCLUSIVE``. The instrument may cry wolf, so its objections do not count.
 2. Otherwise an objection to the evidence: ``FAIL``.
-3. Otherwise a seeded fault was missed, or none was seeded: ``INCONCLUSIVE``. The instrument may be blind, so its silence
-   does not count.
+3. Otherwise a seeded fault was missed, or none was seeded: ``INCONCLUSIVE``. The instrument may be blind, so its
+   silence does not count.
 4. Otherwise a gap in the evidence (missing, malformed, of an unknown schema): ``INCONCLUSIVE``.
 5. Otherwise ``PASS``.
 """
