@@ -153,9 +153,7 @@ def run(
     return Outcome(records=made.close(), steps=steps, died=died)
 
 
-def check(
-    backend: Subject | str, geometry: Geometry | str, script: Script, **engine: Any
-) -> tuple[Outcome, Outcome]:
+def check(backend: Subject | str, geometry: Geometry | str, script: Script, **engine: Any) -> tuple[Outcome, Outcome]:
     """One run with K, V and queries of a model's kind, and a second with fingerprints and fills.
 
     Args:
@@ -202,7 +200,7 @@ class Case:
         return f"python -m pytest_kvqual.transfer.check {' '.join(words)}"
 
     def report(self, outcome: Outcome, objections: Sequence[str], folder: Path | None = None) -> str:
-        """The failed case in a few lines: sizes, lengths, block tables, findings, the command, the reproducer's path."""
+        """The failed case in a few lines: sizes, lengths, block tables, findings, command, the reproducer's path."""
         lines = [
             f"{self.subject} at {self.geometry}: {objections[0]}",
             *(f"  also: {line}" for line in objections[1:4]),

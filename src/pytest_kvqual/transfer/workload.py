@@ -1,4 +1,4 @@
-"""Scripts for the transfer engine: what a client and a scheduler do, as plain data that can be printed and read back."""
+"""Scripts for the transfer engine: what a client and a scheduler do, as data that can be printed and read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Operations in order:
+    """Operations in order.
 
     * ``("submit", name, ((seed, count), ...), identity)``: the prompt is the streams one after the other;
     * ``("step", ((name, count or None), ...), padding, {name: drafts}, {name: accepted})``;
@@ -122,8 +122,9 @@ def _compute(*batch: tuple[str, int | None], padding: int = 0) -> tuple[Any, ...
 def workload(block_size: int, *, window: int | None = None) -> Script:
     """Every condition once, on blocks of ``block_size`` positions.
 
-    Lengths b-1, b, b+1, 2b-1, 2b, 2b+1; chunks of b, and of b+1 over cached context; W-1, W and W+1 with a window; mixed
-    prefill and decode; a shrinking batch; block reuse; a prefix hit; fork; preemption and resume; offload and restore;
+    Lengths b-1, b, b+1, 2b-1, 2b, 2b+1; chunks of b, and of b+1 over cached context; W-1, W and W+1 with a window;
+    mixed prefill and decode; a shrinking batch; block reuse; a prefix hit; fork; preemption and resume; offload and
+    restore;
     rejected and accepted drafts; padding rows. The pool's topmost block is granted in the first step.
     """
     b = block_size
@@ -131,7 +132,7 @@ def workload(block_size: int, *, window: int | None = None) -> Script:
         ("submit", "under", ((1, b - 1 or 1),), ""),
         ("submit", "exact", ((2, b),), ""),
         ("submit", "over", ((3, b + 1),), ""),
-        ("submit", "long", ((4, 3 * b),), ""),
+        ("submit", "long", ((4, 3 * b + max(1, b // 2)),), ""),
         _compute(("under", None), ("exact", None), ("long", b), ("over", None)),
         ("submit", "under2", ((5, 2 * b - 1),), ""),
         _compute(("over", 1), ("under", 1), ("long", b + 1), ("exact", 1), ("under2", None), padding=3),
@@ -174,7 +175,7 @@ def workload(block_size: int, *, window: int | None = None) -> Script:
 
 
 def short_workload(block_size: int) -> Script:
-    """Two requests around a block multiple, and a third that takes over a freed block: what the planted faults run on."""
+    """Two requests around a block multiple, and a third that takes over a freed block."""
     b = block_size
     return Script(
         (
