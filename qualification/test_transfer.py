@@ -19,18 +19,27 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_kvqual.kv.geometry import Geometry
-    from pytest_kvqual.transfer.check import Case, Subject
+    from pytest_kvqual.transfer.check import Case, Outcome, Subject
     from pytest_kvqual.transfer.engine import TransferEngine
 
 pytestmark = [pytest.mark.cpu, pytest.mark.transfer]
 
 DEFAULT_BACKENDS = ("pytest_kvqual.kv.backends.reference:k16v16", "pytest_kvqual.kv.backends.k16v8:k16v8")
+SHRINKS = 100
+"""Further cases that are run to make a failed one smaller."""
+
 LARGE = 1024
 """Elements of the query of one row from which on a geometry gets fewer examples."""
 
 
 class FoundError(AssertionError):
-    """The oracles found something; the text is the report."""
+    """The oracles found something in a case."""
+
+    def __init__(self, case: Case, outcome: Outcome, objections: Sequence[str]) -> None:
+        super().__init__(objections[0])
+        self.case = case
+        self.outcome = outcome
+        self.objections = objections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +58,13 @@ class Transfer:
             ask: Asked in place of one run of the case.
             case: ``probe``, ``fills``, and arguments of the engine.
         """
-        flags = {name: case.pop(name) for name in ("probe", "fills") if name in case}
+        flags: dict[str, Any] = {name: case.pop(name) for name in ("probe", "fills") if name in case}
         for subject in self.subjects:
             law = partial(self._law, subject, ask or (lambda drawn: self.expect(drawn, sections)), flags, case)
-            _fail_if_found(law)
+            self._fail_if_found(law)
 
     def _law(
-        self, subject: Subject, ask: Callable[[Case], None], flags: dict[str, bool], engine: dict[str, Any]
+        self, subject: Subject, ask: Callable[[Case], None], flags: dict[str, Any], engine: dict[str, Any]
     ) -> None:
         from hypothesis import HealthCheck, given, settings
         from hypothesis import strategies as st
@@ -65,6 +74,9 @@ class Transfer:
 
         fixed = self.geometry
         large = fixed is not None and fixed.query_heads * fixed.head_size >= LARGE
+        # What each case gave, so that none runs twice, and how many ran up to the first that failed.
+        known: dict[str, FoundError | None] = {}
+        tried = [0]
 
         @settings(
             max_examples=8 if large else 12,
@@ -82,7 +94,22 @@ class Transfer:
                 "seed": data.draw(st.integers(0, 3)),
                 "blocks": 24,
             }
-            ask(Case(subject=subject, geometry=geometry, script=script, engine={**drawn, **engine}, **flags))
+            case = Case(subject=subject, geometry=geometry, script=script, engine={**drawn, **engine}, **flags)
+            words = case.command()
+            if words not in known:
+                failed = any(known.values())
+                if failed and len(known) - tried[0] >= SHRINKS:
+                    return  # the smallest case so far is small enough
+                known[words] = None
+                try:
+                    ask(case)
+                except FoundError as found:
+                    known[words] = found
+                if not failed:
+                    tried[0] = len(known)
+            before = known[words]
+            if before is not None:
+                raise FoundError(before.case, before.outcome, before.objections)
 
         law()
 
@@ -95,7 +122,17 @@ class Transfer:
         outcome = case.run()
         objections = outcome.objections(sections)
         if objections:
-            raise FoundError(case.report(outcome, objections, self.folder))
+            raise FoundError(case, outcome, objections)
+
+    def _fail_if_found(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except FoundError as found:
+            text = found.case.report(found.outcome, found.objections, self.folder)
+        else:
+            return
+        # Outside the handler: pytest would print the chained exception too.
+        pytest.fail(text, pytrace=False)
 
     def sees(self, plant: Callable[[TransferEngine], None], section: str, **case: Any) -> None:
         """The negative control: a run without the planted fault is clean, and one with it is not."""
@@ -104,29 +141,18 @@ class Transfer:
         from pytest_kvqual.transfer.workload import short_workload
 
         geometry = self.geometry or DEFAULT_GEOMETRY
-        flags = {name: case.pop(name) for name in ("probe", "fills") if name in case}
+        flags: dict[str, Any] = {name: case.pop(name) for name in ("probe", "fills") if name in case}
         for subject in self.subjects:
             control = Case(
                 subject=subject, geometry=geometry, script=short_workload(geometry.block_size), engine=case, **flags
             )
-            _fail_if_found(partial(self.expect, control, [section]))
+            self._fail_if_found(partial(self.expect, control, [section]))
             if not control.run(plant).objections([section]):
                 pytest.fail(
                     f"{subject} at {geometry}: found nothing in {section} with the planted fault {plant.__name__}, "
                     "expected an objection: this test cannot be trusted",
                     pytrace=False,
                 )
-
-
-def _fail_if_found(run: Callable[[], None]) -> None:
-    try:
-        run()
-    except FoundError as found:
-        text = str(found)
-    else:
-        return
-    # Outside the handler: pytest would print the chained exception, which has the same text.
-    pytest.fail(text, pytrace=False)
 
 
 @pytest.fixture
@@ -164,14 +190,14 @@ def test_transfer_page_remapping(transfer: Transfer) -> None:
             outcome = mapped.run()
             objections = outcome.objections(["row_map", "routing"])
             if objections:
-                raise FoundError(mapped.report(outcome, objections, transfer.folder))
+                raise FoundError(mapped, outcome, objections)
             outcomes.append(outcome)
         for number, (left, right) in enumerate(zip(outcomes[0].steps, outcomes[1].steps, strict=True)):
             for layer, output in left.outputs.items():
                 bits = [part.contiguous().view(torch.int16) for part in (output, right.outputs[layer])]
                 if not torch.equal(bits[0], bits[1]):
                     line = f"remapping: step {number}, {layer}: outputs differ between two block tables"
-                    raise FoundError(mapped.report(outcomes[1], [line], transfer.folder))
+                    raise FoundError(mapped, outcomes[1], [line])
 
     transfer.holds((), ask)
     transfer.sees(write_before_block_start, "routing")

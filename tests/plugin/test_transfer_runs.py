@@ -103,7 +103,9 @@ def test_with_gates_the_hiding_options_are_refused(gates: Runner) -> None:
 )
 def test_wrong_options_are_one_line(gates: Runner, args: list[str], text: str) -> None:
     """A geometry that does not parse or a module that is no backend stops the run before the first test."""
-    result = transfer(gates).run("qualification", "-m", "cpu", "-k", "transfer", *args)
+    # A process of its own: what pytester imports it takes out again, and torch cannot be imported twice.
+    run = transfer(gates).run
+    result = run("qualification", "-m", "cpu", "-k", "transfer", *args, subprocess="--backend" in args)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.stderr.lines if line.startswith("ERROR")]
     assert len(errors) == 1
@@ -120,7 +122,14 @@ def test_a_broken_backend_fails_with_a_small_case(gates: Runner) -> None:
         "    output[:1] = 0\n"
     )
     result = gates.run(
-        "qualification", "-k", "transfer_output_placement", "--backend", "leaky", "--geometry", "hq=2,hkv=1,d=8,block=4"
+        "qualification",
+        "-k",
+        "transfer_output_placement",
+        "--backend",
+        "leaky",
+        "--geometry",
+        "hq=2,hkv=1,d=8,block=4",
+        subprocess=True,
     )
     assert result.ret == 1
     result.stdout.fnmatch_lines(

@@ -109,7 +109,7 @@ def _empty(record: Mapping[str, Any], section: str) -> list[str]:
         "placement": part.get("rows_checked"),
         "replay": min(part["rows_compared"].values()) if section == "replay" else None,
     }
-    found = []
+    found: list[str] = []
     if section == "replay" and not record["fills"]:
         return found
     if not counts[section]:

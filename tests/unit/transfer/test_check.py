@@ -35,7 +35,7 @@ CASE = Case(subject=SUBJECT, geometry=DEFAULT_GEOMETRY, script=short_workload(BL
         (plants.zero_times_unwritten, "replay", {"fills": True}),
     ],
 )
-def test_each_plant_is_seen_by_its_section(plant: Any, section: str, flags: dict[str, bool]) -> None:
+def test_each_plant_is_seen_by_its_section(plant: Any, section: str, flags: dict[str, Any]) -> None:
     """A case that is clean objects once the fault is planted."""
     case = replace(CASE, **flags)
     assert case.run().objections([section]) == []

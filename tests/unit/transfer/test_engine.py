@@ -265,4 +265,4 @@ def test_find_backend_finds_ours_with_their_formats() -> None:
     """Our modules need no format."""
     assert find_backend("pytest_kvqual.kv.backends.k16v8").kv_format == "k16v8"
     assert find_backend("pytest_kvqual.kv.backends.reference").kv_format == "k16v16"
-    assert find_backend("pytest_kvqual.kv.backends.exemplar:k8v8").backend.attend
+    assert isinstance(find_backend("pytest_kvqual.kv.backends.exemplar:k8v8").backend, Exemplar)
