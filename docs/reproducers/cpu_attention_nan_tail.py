@@ -10,6 +10,7 @@ Prints a table for each instruction path that the machine has. Exits with 1 when
 did, with 2 when the machine has none of the paths.
 """
 
+# ruff: noqa: T201  (a script that prints)
 from __future__ import annotations
 
 import sys
@@ -36,6 +37,7 @@ def paths() -> list[str]:
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Normal values of the model's type."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
 
 
@@ -48,11 +50,13 @@ class Cache:
         self.k, self.v = whole.chunk(2, dim=2)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: list[int]) -> None:
+        """Store one K and V ``[KV heads, head size]`` per slot."""
         ops.cpu_attn_reshape_and_cache(
             key, value, self.k, self.v, torch.tensor(slots), self.path, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
         )
 
     def attend(self, query: torch.Tensor, length: int) -> torch.Tensor:
+        """Causal attention of the last ``len(query)`` positions of a request of ``length`` tokens."""
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         lengths = torch.tensor([length], dtype=torch.int32)
         plan = ops.cpu_attn_get_scheduler_metadata(
@@ -89,6 +93,7 @@ class Cache:
 
 
 def slot(position: int) -> int:
+    """Where the request's position lies."""
     return TABLE[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 
@@ -135,6 +140,7 @@ def recycled(path: str, length: int = 17) -> bool:
 
 
 def main() -> int:
+    """Print the table; return the exit status."""
     found = paths()
     if not found:
         print("neither AMX nor AVX-512: no path to try")

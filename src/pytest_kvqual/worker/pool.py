@@ -1,8 +1,8 @@
 """Makes the engine's free blocks scarce, so that requests live at the top of the pool and are preempted for real.
 
-The blocks belong to the scheduler. Its block pool (``vllm.v1.core.block_pool.BlockPool``) is within reach only where the
-worker runs inside the engine core's process (executor ``uni``); what calls a worker method there is the core itself, so
-the core is on the stack of the call. It is not looked for through :mod:`gc`: the core freezes its heap once it is up
+The blocks belong to the scheduler. Its block pool (``vllm.v1.core.block_pool.BlockPool``) is within reach only where
+the worker runs inside the engine core's process (executor ``uni``); what calls a worker method there is the core, so the
+core is on the stack of the call. It is not looked for through :mod:`gc`: the core freezes its heap once it is up
 (``vllm.v1.engine.core``, ``freeze_gc_heap``), and frozen objects are not listed.
 
 Only public calls of the pool are used: ``get_new_blocks``, ``free_blocks``, ``get_num_free_blocks``. Taking a block
@@ -12,6 +12,7 @@ drops its content from the prefix cache, so a pool that was held starts cold.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 from pytest_kvqual.worker.wire import WorkerError
@@ -86,12 +87,12 @@ def _block_pool() -> Any | None:
     """The block pool of the engine core that is calling, or None."""
     from vllm.v1.engine.core import EngineCore
 
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, EngineCore):
-            return caller.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]  # not on the interface
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+            return caller.scheduler.kv_cache_manager.block_pool
+        frame = frame.f_back
     return None
 
 
