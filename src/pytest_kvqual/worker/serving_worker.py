@@ -211,10 +211,18 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             record |= self._identity_layers(layers)
         if "parameters" in parts:
             model = self.model_runner.get_model()
+            size = int(self.parallel_config.tensor_parallel_size)
             record["parameters"] = {
                 "loaded": self._kvqual_loaded,
                 "now": identity.served_digests(model, self._kvqual_shapes),
-                "expected": identity.expected_digests(model, self.kvqual_config.model_dir, self.model_config.dtype),
+                "expected": identity.expected_digests(
+                    model,
+                    self.kvqual_config.model_dir,
+                    self.model_config.dtype,
+                    # The innermost of the engine's parallel dimensions.
+                    rank=int(self.rank) % size,
+                    size=size,
+                ),
             }
         if "scales" in parts:
             record["scales"] = {**self._kvqual_scales, "now": scales.snapshot(layers)}
