@@ -15,7 +15,7 @@ import torch
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.kv import formats
 from pytest_kvqual.oracles.window import LayerView
-from pytest_kvqual.worker import identity, scales
+from pytest_kvqual.worker import identity, pool, scales
 from pytest_kvqual.worker.taps import OracleTaps, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
@@ -313,6 +313,14 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self._kvqual_window = None
             self.kvqual_unplant()
         return {"rank": int(self.rank), **record}
+
+    def kvqual_pool_hold(self, free_blocks: int) -> dict[str, object]:
+        """Holds all but the last ``free_blocks`` of the engine's blocks; see :func:`pytest_kvqual.worker.pool.hold`."""
+        return pool.hold(free_blocks)
+
+    def kvqual_pool_release(self) -> dict[str, object]:
+        """Gives the held blocks back."""
+        return pool.release()
 
     def kvqual_taps(self) -> dict[str, object]:
         """Whether any tap or fault is in place."""
