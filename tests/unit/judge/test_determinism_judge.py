@@ -263,7 +263,7 @@ def test_every_rank_has_inputs_of_its_own(make: Any) -> None:
     inputs = make.orders_inputs()
     for ranks in inputs["runs"].values():
         ranks.append(ranks[0])
-    parts = {
+    parts: dict[str, Any] = {
         "null": evidence(make, inputs=inputs),
         "poison": {FAULT: make.orders_records(make.parity_panel(), {"rotated": other})},
     }
