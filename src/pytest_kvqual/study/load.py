@@ -58,6 +58,7 @@ GATES: Final = (
 ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
 #: The passes of the oracle panel that a study may ask for.
 PASSES: Final = ("model", "probe", "pressure", "rotated")
+ROTATED: Final = "rotated"
 #: The conditions of the workload that the oracle counts, and that a study may insist on.
 CONDITIONS: Final = (
     "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
@@ -236,6 +237,11 @@ def _study(top: Table, directory: Path) -> Study:
     nll_table = top.table("nll", known=("documents", "decode_steps", "margin_nats", "confidence", "poison_documents"))
     nll = _nll(nll_table)
     lengths = _lengths(top, directory, engine, nll, gates)
+    determinism = cast(Determinism, top.choice("determinism", ("order-invariant", "rotation-diagnostic")))
+    oracle = _oracle(top.table("oracle", known=_ORACLE))
+    if determinism == "rotation-diagnostic" and ROTATED not in oracle.passes:
+        # Under this policy answers may follow the order, so the oracles must have seen every order.
+        top.fail("oracle.passes", f"no pass '{ROTATED}'", f'one, with determinism = "{determinism}"')
     return Study(
         name=top.string("name", pattern=_NAME, form=_NAME_FORM),
         directory=directory,
@@ -245,9 +251,9 @@ def _study(top: Table, directory: Path) -> Study:
         arms=arms,
         lengths=lengths,
         schedule=cast(Schedule, top.choice("schedule", ("serial", "waves", "natural"))),
-        determinism=cast(Determinism, top.choice("determinism", ("order-invariant", "rotation-diagnostic"))),
+        determinism=determinism,
         gates=gates,
-        oracle=_oracle(top.table("oracle", known=_ORACLE)),
+        oracle=oracle,
         parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
         nll=nll,
         waivers=_waivers(top, arms),

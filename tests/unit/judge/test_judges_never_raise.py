@@ -188,6 +188,28 @@ def test_a_replaced_value_never_raises(make: Any, gate: str, data: st.DataObject
         assert verdict.outcome is not Outcome.PASS
 
 
+@given(junk=JUNK)
+@settings(deadline=None, max_examples=40)
+def test_junk_in_the_place_of_poison_or_null_never_passes(make: Any, junk: Any) -> None:
+    """Junk for the control's document or for a fault's records leaves every gate without a PASS."""
+    study, panel, prompts = make.study(), make.oracle_panel(), make.parity_panel()
+    arms = {"arm": "candidate", "null_arm": "native"}
+    poisoned = {**make.oracle(), "poison": junk}
+    for module in ORACLE.values():
+        for parts in ((make.oracle(), junk), (poisoned, make.oracle("native"))):
+            verdict = module.judge(study, panel, **arms, candidate=parts[0], null=parts[1])
+            assert verdict.outcome is Outcome.INCONCLUSIVE
+    document, control = make.dispatch(study, "candidate"), make.dispatch(study, "native")
+    for candidate, null in ((document, junk), ({**document, "poison": junk}, control)):
+        assert dispatch.judge(study, **arms, candidate=candidate, null=null).outcome is Outcome.INCONCLUSIVE
+    records = make.orders_records(prompts)
+    whole = determinism.Evidence(
+        records=records, inputs=make.orders_inputs(), comparison=make.comparison("order-invariant", records)
+    )
+    verdict = determinism.judge(study, prompts, candidate=whole, null=whole, poison={"f": junk})
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+
+
 @pytest.mark.parametrize("gate", GATES)
 def test_a_removed_value_never_passes_unnoticed(make: Any, gate: str) -> None:
     """Removing any one key of healthy evidence that is judged makes the gate no PASS."""

@@ -244,6 +244,14 @@ def test_a_misspelt_gate_or_key_gets_the_name_that_was_meant(tiny_study: TinyStu
     assert _refusal(tiny_study).advice == "did you mean 'kv_format'?"
 
 
+def test_a_rotation_that_may_differ_is_seen_by_the_oracles(tiny_study: TinyStudy) -> None:
+    """The diagnostic policy needs the oracles to pass the rotated order too."""
+    tiny_study.replace('determinism = "order-invariant"', 'determinism = "rotation-diagnostic"')
+    assert "in 'oracle.passes': found no pass 'rotated', expected one" in str(_refusal(tiny_study))
+    tiny_study.replace('["model", "probe"]', '["model", "rotated"]')
+    assert load_study(str(tiny_study.folder)).determinism == "rotation-diagnostic"
+
+
 def test_a_finding_is_waived_once(tiny_study: TinyStudy) -> None:
     """A second waiver of the same arm, gate and kind is refused; of another kind it is not."""
     text = tiny_study.toml.read_text()

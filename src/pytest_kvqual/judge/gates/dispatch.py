@@ -185,7 +185,8 @@ def _declared(result: Objections, arm: Arm, ranks: Reading, where: str) -> None:
 def _unchanged(result: Objections, first: Reading, ranks: Reading, where: str) -> None:
     """Rule 6: what a later reading lacks is rule 2's."""
     for place, (before, now) in enumerate(zip(first, ranks, strict=False)):
-        for name in [name for name in before if name in now and now[name] != before[name]]:
+        # Where no kernel was seen, nothing was: that is a gap under rule 5, and no sign of a change.
+        for name in [name for name in before if name in now and now[name] != before[name] and now[name][3]]:
             key, old, new = next(
                 (key, one, other)
                 for key, one, other in zip(_LAYER, before[name], now[name], strict=True)
