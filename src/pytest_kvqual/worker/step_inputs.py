@@ -1,7 +1,7 @@
 """What a step was given: one digest of its fed tokens and maps, so that two orders can be shown to differ in them.
 
 A run whose order changed and whose inputs did not has proved nothing. The maps are read from the metadata that the
-builders hand to the attention, hence beneath any seeded fault there.
+builders return to the runner, with whatever a seeded fault did to it before the hooks were put on.
 """
 
 from __future__ import annotations
