@@ -77,7 +77,15 @@ class _Buffer:
 
 class _LayerBuffers:
     def __init__(
-        self, name: str, layer: Any, *, tokens: int, requests: int, columns: int, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        layer: Any,
+        *,
+        tokens: int,
+        requests: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         impl = layer.impl
 

@@ -24,9 +24,7 @@ def _add(digest: Any, name: str, values: torch.Tensor) -> None:
     digest.update(data.tobytes())
 
 
-def maps_digest(
-    metadata: Sequence[tuple[Any, int]], *, fed: torch.Tensor, tokens: int, requests: int
-) -> str:
+def maps_digest(metadata: Sequence[tuple[Any, int]], *, fed: torch.Tensor, tokens: int, requests: int) -> str:
     """SHA-256 of one step's inputs.
 
     Args:
