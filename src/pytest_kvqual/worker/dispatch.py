@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
 from pytest_kvqual.worker.wire import WorkerError
 
@@ -128,7 +129,7 @@ class DispatchReader:
         profiler = torch.profiler.profile(
             activities=activities,
             # The engine may answer RPCs on another thread than the one that runs its steps.
-            experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         profiler.start()
         self._profiler = profiler

@@ -65,16 +65,16 @@ class _Custom(_Impl):
 @pytest.fixture(autouse=True)
 def operators() -> Iterator[None]:
     """Two custom operators with an inner aten operator each."""
-    library = torch.library.Library("kvqual_test_dispatch", "DEF")
+    library = torch.library.Library("kvqual_test_dispatch", "DEF")  # type: ignore[no-untyped-call]  # torch
     for name in ("reshape_and_cache", "attention_with_kv_cache"):
-        library.define(f"{name}(Tensor source, Tensor(a!) target) -> ()")
+        library.define(f"{name}(Tensor source, Tensor(a!) target) -> ()")  # type: ignore[no-untyped-call]  # torch
 
         def implementation(source: torch.Tensor, target: torch.Tensor) -> None:
             target.flatten()[:1].copy_(source.flatten()[:1])
 
-        library.impl(name, implementation, "CPU")
+        library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]  # torch
     yield
-    library._destroy()
+    library._destroy()  # type: ignore[no-untyped-call]  # torch
 
 
 def _layer(impl: Any, *, name: str | None = "KVQUAL_X", dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:

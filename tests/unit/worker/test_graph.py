@@ -75,20 +75,21 @@ def test_results_in_lists_and_through_views_are_rewritten() -> None:
     recorded = RecordedStep(step)
     x.copy_(torch.tensor([9.0, 8.0, 7.0]))
     recorded.replay()
-    values, order = recorded.result  # type: ignore[misc]  # what step returned
-    assert values.tolist() == [8, 9]
-    assert order.tolist() == [2, 1, 0]
+    found = recorded.result
+    assert isinstance(found, tuple)
+    assert found[0].tolist() == [8, 9]
+    assert found[1].tolist() == [2, 1, 0]
 
 
 def test_a_custom_operator_that_mutates_its_argument_is_replayed() -> None:
     """An engine's own operator is recorded under its own name and runs again on the captured tensors."""
-    library = torch.library.Library("kvqual_test_graph", "DEF")
+    library = torch.library.Library("kvqual_test_graph", "DEF")  # type: ignore[no-untyped-call]  # torch
 
     def put(cache: torch.Tensor, row: torch.Tensor) -> None:
         cache.add_(row)
 
-    library.define("put(Tensor(a!) cache, Tensor row) -> ()")
-    library.impl("put", put, "CPU")
+    library.define("put(Tensor(a!) cache, Tensor row) -> ()")  # type: ignore[no-untyped-call]  # torch
+    library.impl("put", put, "CPU")  # type: ignore[no-untyped-call]  # torch
     try:
         cache, row = torch.zeros(2), torch.ones(2)
         recorded = RecordedStep(lambda: torch.ops.kvqual_test_graph.put(cache, row))
@@ -97,7 +98,7 @@ def test_a_custom_operator_that_mutates_its_argument_is_replayed() -> None:
         assert recorded.operators == ("kvqual_test_graph::put",)
         assert cache.tolist() == [11, 11]
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]  # torch
 
 
 @pytest.mark.parametrize("mode", MODES)

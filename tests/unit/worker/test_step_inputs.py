@@ -192,7 +192,7 @@ def test_a_step_without_maps_is_reported_at_the_end() -> None:
     runner.execute_model(_scheduled())
     del builder.next.slot_mapping
     assert runner.execute_model(_scheduled()) == "output"
-    with pytest.raises(WorkerError, match="step 1: .*slot_mapping.* expected block_table, seq_lens"):
+    with pytest.raises(WorkerError, match=r"step 1: .*slot_mapping.* expected block_table, seq_lens"):
         inputs.finish()
     runner._builders = []
     inputs.start()
