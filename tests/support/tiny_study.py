@@ -91,7 +91,10 @@ conditions = ["mixed", "chunked"]
 minimum_cells = 10
 minimum_rows = 5
 ambiguous_rows = 0.01
+short_prompt_tokens = 400
 poison_prompt_tokens = 400
+free_blocks = 8
+rotation = 1
 
 [parity]
 panel = "panels/parity.json"

@@ -91,7 +91,10 @@ _ARM = (
 _LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels")
 _PANELS = ("nll", "oracle")
 _NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), "nll": "nll"}
-_ORACLE = ("passes", "conditions", "minimum_cells", "minimum_rows", "ambiguous_rows", "poison_prompt_tokens")
+_ORACLE = (
+    "passes", "conditions", "minimum_cells", "minimum_rows", "ambiguous_rows", "short_prompt_tokens",
+    "poison_prompt_tokens", "free_blocks", "rotation",
+)  # fmt: skip
 _WAIVER = ("arm", "gate", "finding", "reproducer", "reason")
 
 
@@ -459,7 +462,10 @@ def _oracle(table: Table) -> OracleRules:
         minimum_cells=table.integer("minimum_cells", minimum=1),
         minimum_rows=table.integer("minimum_rows", minimum=1),
         ambiguous_rows=table.number("ambiguous_rows", minimum=0.0, maximum=1.0),
+        short_prompt_tokens=table.integer("short_prompt_tokens", minimum=1),
         poison_prompt_tokens=table.integer("poison_prompt_tokens", minimum=1),
+        free_blocks=table.integer("free_blocks", minimum=1),
+        rotation=table.integer("rotation", minimum=1),
     )
 
 

@@ -108,8 +108,10 @@ class OracleRules:
     the workload's conditions (``chunked``, ``reused-block``), each met at least once over all passes and ranks.
     ``minimum_cells`` and ``minimum_rows``: fewer cells or rows checked on a rank, over all passes, is no evidence.
     ``ambiguous_rows``: the largest share of rows (0 to 1) whose nearest reference is not unique within tolerance.
-    ``poison_prompt_tokens``: a seeded fault is shown the requests of the oracle panel whose prompts are at most this
-    long.
+    ``short_prompt_tokens``: the passes ``pressure`` and ``rotated`` have the requests of the oracle panel whose prompts
+    are at most this long, ``poison_prompt_tokens`` the same for a seeded fault's. ``free_blocks``: how many blocks of
+    the pool are left in the pass ``pressure``. ``rotation``: by how many requests an order is rotated, here and in the
+    determinism gate.
     """
 
     passes: tuple[str, ...]
@@ -117,7 +119,10 @@ class OracleRules:
     minimum_cells: int
     minimum_rows: int
     ambiguous_rows: float
+    short_prompt_tokens: int
     poison_prompt_tokens: int
+    free_blocks: int
+    rotation: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
