@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.capture.quality import Progress, Target, _request, record, send_all
+from pytest_kvqual.capture.quality import Progress, Target, record, request, send_all
 from pytest_kvqual.errors import CaptureError, KvqualError
 from pytest_kvqual.server import rpc
 
@@ -58,7 +58,7 @@ def capture_oracle(
         ServerError: A worker call failed.
     """
     requests = [
-        _request(model, "oracle", index, item, item.max_tokens or len(item.targets), item.targets)
+        request(model, "oracle", index, item, item.max_tokens or len(item.targets), item.targets)
         for index, item in enumerate(panel.items)
     ]
     requests = [*requests[rotation:], *requests[:rotation]]
