@@ -15,7 +15,8 @@ import torch
 
 from pytest_kvqual.kv import formats
 from pytest_kvqual.kv.backends import k16v8, reference
-from pytest_kvqual.worker.taps import OracleWindow, TappedLayer
+from pytest_kvqual.oracles.window import LayerView
+from pytest_kvqual.worker.taps import OracleTaps
 
 QUERY_HEADS, KV_HEADS, SIZE, BLOCK = 6, 3, 16, 8
 VOCABULARY = 97
@@ -93,7 +94,7 @@ class SyntheticEngine:
         self._format = formats.declared(kv_format)
         self._requests: dict[str, _Request] = {}
         self._finished: set[str] = set()
-        self.window: OracleWindow | None = None
+        self.window: OracleTaps | None = None
 
     # what faults use of a worker
 
@@ -108,18 +109,28 @@ class SyntheticEngine:
 
     # life
 
-    def open(self) -> OracleWindow:
+    def open(self, *, probe: bool = False, fills: bool = False) -> OracleTaps:
         """Opens an oracle window over this engine."""
-        self.window = OracleWindow(
-            layers=[
-                TappedLayer(
-                    name=name, layer=layer, cache=layer.kv_cache, codec=self._format, v_scale=layer.scale_declared
+        self.window = OracleTaps(
+            layers=self._layers,
+            views=[
+                LayerView(
+                    name=name,
+                    cache=layer.kv_cache,
+                    codec=self._format,
+                    v_scale=layer.scale_declared,
+                    query_heads=QUERY_HEADS,
+                    kv_heads=KV_HEADS,
+                    head_size=SIZE,
+                    softmax_scale=SIZE**-0.5,
                 )
                 for name, layer in self._layers.items()
             ],
-            block_size=BLOCK,
             runner=self.model_runner,
+            block_size=BLOCK,
             rounding=float(torch.finfo(torch.bfloat16).eps) / 2,
+            probe=probe,
+            fills=fills,
         )
         self.window.install()
         return self.window

@@ -96,6 +96,10 @@ class Format(Protocol):
         """The bytes that the physical cache holds at ``slots`` (int64 ``[T]``), in canonical order."""
         ...
 
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        """Puts ``cells`` (in canonical order) into the physical cache at ``slots`` (int64 ``[T]``)."""
+        ...
+
 
 # -- E4M3, from its definition ------------------------------------------------------------------------------------
 
@@ -174,6 +178,9 @@ class K16V16:
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
         return _read_adjacent(cache, slots, self)
 
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        _place_adjacent(cache, slots, cells, self)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class K16V8:
@@ -207,6 +214,9 @@ class K16V8:
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
         return _read_adjacent(cache, slots, self)
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        _place_adjacent(cache, slots, cells, self)
 
 
 # -- Eight-bit K and V --------------------------------------------------------------------------------------------
@@ -379,6 +389,20 @@ class CpuAttn16:
         return _sixteen_bits(cells.k, self.dtype), _sixteen_bits(cells.v, self.dtype)
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
+        tiles, rows, heads, offset = self._tiles(cache, slots)
+        k = tiles[rows, heads, self.layout.k[offset][:, None, :]]
+        v = tiles[rows, heads, self.layout.v[offset][:, None, :]]
+        return Cells(k=k.view(torch.uint8), v=v.view(torch.uint8))
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        tiles, rows, heads, offset = self._tiles(cache, slots)
+        tiles[rows, heads, self.layout.k[offset][:, None, :]] = cells.k.contiguous().view(torch.int16)
+        tiles[rows, heads, self.layout.v[offset][:, None, :]] = cells.v.contiguous().view(torch.int16)
+
+    def _tiles(
+        self, cache: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The cache as int16 ``[blocks, heads, elements of a tile]``, and where the cells of ``slots`` lie in it."""
         layout = self.layout
         tile = (layout.block_size, 2 * layout.head_size)
         if cache.dim() != 4 or cache.element_size() != 2 or tuple(cache.shape[2:]) != tile:
@@ -393,10 +417,7 @@ class CpuAttn16:
         tiles = cache.view(torch.int16).flatten(2)
         block, offset = _slots(cache, slots)
         heads = torch.arange(cache.shape[1])[None, :, None]
-        rows = block[:, None, None]
-        k = tiles[rows, heads, layout.k[offset][:, None, :]]
-        v = tiles[rows, heads, layout.v[offset][:, None, :]]
-        return Cells(k=k.view(torch.uint8), v=v.view(torch.uint8))
+        return tiles, block[:, None, None], heads, offset
 
 
 def declared(name: str, *, dtype: torch.dtype = torch.bfloat16, layout: LayoutPermutation | None = None) -> Format:
@@ -630,6 +651,25 @@ def _slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _read_adjacent(cache: torch.Tensor, slots: torch.Tensor, fmt: Format) -> Cells:
     """Reads cells that hold K and then V in one run of bytes; the cache may be strided outside the run."""
+    raw, split = _adjacent(cache, fmt)
+    block, offset = _slots(cache, slots)
+    cells = raw[block, :, offset]
+    return Cells(k=cells[..., :split].contiguous(), v=cells[..., split:].contiguous())
+
+
+def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt: K16V16 | K16V8) -> None:
+    raw, split = _adjacent(cache, fmt)
+    if cells.k.shape[-1] != split or cells.v.shape[-1] != raw.shape[-1] - split:
+        raise FormatError(
+            f"found cells of {cells.k.shape[-1]} K and {cells.v.shape[-1]} V bytes, expected {split} and "
+            f"{raw.shape[-1] - split}, for format {fmt.name!r}"
+        )
+    block, offset = _slots(cache, slots)
+    raw[block, :, offset] = torch.cat([cells.k, cells.v], dim=-1)
+
+
+def _adjacent(cache: torch.Tensor, fmt: K16V16 | K16V8) -> tuple[torch.Tensor, int]:
+    """The cache as bytes, and how many bytes of a cell are K."""
     if cache.dim() != 4 or cache.stride(-1) != 1:
         raise FormatError(
             f"found a cache of shape {tuple(cache.shape)}, strides {cache.stride()}, expected "
@@ -641,7 +681,4 @@ def _read_adjacent(cache: torch.Tensor, slots: torch.Tensor, fmt: Format) -> Cel
         raise FormatError(
             f"found {raw.shape[-1]} bytes per cell, expected a multiple of {per_element}, for format {fmt.name!r}"
         )
-    split = raw.shape[-1] // per_element * fmt.k_bytes
-    block, offset = _slots(cache, slots)
-    cells = raw[block, :, offset]
-    return Cells(k=cells[..., :split].contiguous(), v=cells[..., split:].contiguous())
+    return raw, raw.shape[-1] // per_element * fmt.k_bytes

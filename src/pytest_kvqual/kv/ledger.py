@@ -15,9 +15,7 @@ class Ledger:
     Cells are uint8 ``[positions, kv_heads, cell_bytes]`` (K bytes, then V bytes).
     """
 
-    def __init__(self, kv_heads: int, cell_bytes: int) -> None:
-        self._kv_heads = kv_heads
-        self._cell_bytes = cell_bytes
+    def __init__(self) -> None:
         self._cells: dict[tuple[str, str], torch.Tensor] = {}
         self._length: dict[tuple[str, str], int] = {}
 
@@ -34,7 +32,7 @@ class Ledger:
         needed = start + cells.shape[0]
         buffer = self._cells.get(key)
         if buffer is None or buffer.shape[0] < needed:
-            grown = torch.empty(max(needed, 2 * held, 64), self._kv_heads, self._cell_bytes, dtype=torch.uint8)
+            grown = torch.empty(max(needed, 2 * held, 64), *cells.shape[1:], dtype=torch.uint8)
             if buffer is not None:
                 grown[:held] = buffer[:held]
             buffer = self._cells[key] = grown
@@ -52,9 +50,13 @@ class Ledger:
             raise ValueError(f"ledger of request {request} holds {held} positions, expected {length}")
         return self._cells[layer, request][:length]
 
+    def length(self, layer: str, request: str) -> int:
+        """How many positions of a request are in the ledger."""
+        return self._length.get((layer, request), 0)
+
     def covers(self, layer: str, request: str, length: int) -> bool:
         """Whether positions 0 to ``length - 1`` are all in the ledger."""
-        return self._length.get((layer, request), 0) >= length
+        return self.length(layer, request) >= length
 
     def forget(self, request: str) -> None:
         """Drops a finished request."""

@@ -1,94 +1,20 @@
-"""Routing: every K/V write goes where the block ids and the position dictate, and nowhere else.
-
-Compared bitwise, as bytes: a NaN equals itself only if its bytes do, and -0.0 is not 0.0.
-"""
+"""Routing: every K/V write goes where the block ids and the position dictate, and nowhere else."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 
+from pytest_kvqual.kv.formats import Cells
 from pytest_kvqual.oracles.findings import Tally
-from pytest_kvqual.oracles.step import StepPlan, shared_blocks
+from pytest_kvqual.oracles.shadow import Wrong
+from pytest_kvqual.oracles.step import NO_SLOT, StepPlan
+from pytest_kvqual.oracles.whereabouts import Holding, belongs, distance
 
-_HASH_SEED = 0x9E3779B9
-
-
-def wrong_cells(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Which of ``n`` cells differ: bool ``[n]`` of uint8 tensors ``[n, ...]``.
-
-    Raises:
-        ValueError: Shapes or dtypes differ, or the dtype is not uint8.
-    """
-    if found.dtype != torch.uint8 or expected.dtype != torch.uint8 or found.shape != expected.shape:
-        raise ValueError(
-            f"found {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)} of uint8"
-        )
-    return (found != expected).flatten(1).any(dim=1)
-
-
-def block_sums(cache: torch.Tensor) -> torch.Tensor:
-    """One 64-bit sum per block of a cache ``[blocks, ...]``: int64 ``[blocks]``.
-
-    Each 8-byte word is multiplied by its own odd constant, so a change confined to one word always changes the sum;
-    changes of several words cancel with probability 2^-64 for constants unknown to the writer.
-    """
-    blocks = cache.shape[0]
-    flat = cache.reshape(blocks, -1).contiguous().view(torch.uint8)
-    padding = -flat.shape[1] % 8
-    if padding:
-        flat = torch.nn.functional.pad(flat, (0, padding))
-    words = flat.view(torch.int64)
-    generator = torch.Generator().manual_seed(_HASH_SEED)
-    odd = torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator, dtype=torch.int64) * 2 + 1
-    odd = odd.to(words.device)
-    sums = torch.empty(blocks, dtype=torch.int64, device=words.device)
-    step = max(1, 2**24 // max(1, words.shape[1]))
-    for start in range(0, blocks, step):
-        sums[start : start + step] = (words[start : start + step] * odd).sum(dim=1)
-    return sums
-
-
-def check_metadata(
-    tally: Tally,
-    plan: StepPlan,
-    *,
-    layer: str,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-) -> bool:
-    """Compares the attention metadata that a layer is about to use with the plan.
-
-    ``block_table`` int ``[>= R, B]``, ``seq_lens`` int ``[>= R]``, ``query_start_loc`` int ``[>= R + 1]``. Table
-    entries beyond a request's history are not looked at.
-
-    Returns:
-        Whether everything agrees.
-    """
-    before = tally.findings_total
-    starts = query_start_loc.tolist()
-    expected_starts = plan.query_start()
-    if starts[: len(expected_starts)] != expected_starts:
-        tally.find(f"{layer}: query_start_loc is {starts[:8]}, expected {expected_starts[:8]}")
-    lengths = seq_lens.tolist()
-    rows = block_table.tolist()
-    for index, request in enumerate(plan.requests):
-        if index >= len(lengths) or lengths[index] != request.seq_len:
-            found = lengths[index] if index < len(lengths) else "no row"
-            tally.find(f"{layer}: seq_len of request {request.request} is {found}, expected {request.seq_len}")
-        blocks = list(plan.blocks_of(index))
-        found_blocks = rows[index][: len(blocks)] if index < len(rows) else []
-        if found_blocks != blocks:
-            differing = [i for i, block in enumerate(blocks) if i >= len(found_blocks) or found_blocks[i] != block]
-            first = differing[0]
-            value = found_blocks[first] if first < len(found_blocks) else "nothing"
-            tally.find(
-                f"{layer}: block table of request {request.request} holds block {value} at logical block {first},"
-                f" expected block {blocks[first]}",
-                len(differing),
-            )
-    tally.checked("tables_compared", len(plan.requests))
-    return tally.findings_total == before
+_LOOKED_UP = 64
+"""Wrong cells that are looked up in the ledger, until one is found there."""
 
 
 def check_slot_mapping(tally: Tally, plan: StepPlan, *, layer: str, slot_mapping: torch.Tensor) -> None:
@@ -96,32 +22,159 @@ def check_slot_mapping(tally: Tally, plan: StepPlan, *, layer: str, slot_mapping
     found = slot_mapping.to(torch.int64).cpu()
     rows = plan.rows
     if found.numel() < rows:
-        tally.find(f"{layer}: slot mapping has {found.numel()} rows, expected {rows}", rows)
+        tally.find("wrong-slot", f"{layer}: slot mapping has {found.numel()} rows, expected {rows}", rows)
         return
     wrong = torch.nonzero(found[:rows] != plan.slots).flatten()
     if wrong.numel():
         row = int(wrong[0])
+        home = int(plan.slots[row])
+        where = "" if home == NO_SLOT else f": {distance(int(found[row]), home, plan.block_size)}"
         tally.find(
-            f"{layer}: slot of {plan.name(row)} is {int(found[row])}, expected {int(plan.slots[row])}", wrong.numel()
+            "wrong-slot",
+            f"{layer}: slot of {plan.name(row)} is {int(found[row])}, expected {home}{where}"
+            f" ({wrong.numel()} of {rows} rows)",
+            wrong.numel(),
         )
     padding = found[rows:]
     tally.checked("padding_rows", padding.numel())
     written = torch.nonzero(padding >= 0).flatten()
     if written.numel():
         tally.find(
+            "padding-slot",
             f"{layer}: padding row {rows + int(written[0])} is mapped to slot {int(padding[int(written[0])])},"
             " expected -1",
             written.numel(),
         )
 
 
-def check_disjoint(tally: Tally, plan: StepPlan) -> None:
-    """Live requests hold their blocks alone."""
-    for line in shared_blocks(plan):
-        tally.find(line)
+def check_sharing(
+    tally: Tally, holders: Mapping[int, Sequence[tuple[str, int]]], may_share: Callable[[str, str, int], bool]
+) -> None:
+    """Every block has one holder, unless its holders share it by declaration.
+
+    Args:
+        tally: Where findings go.
+        holders: For each block its holders, as (request, logical block).
+        may_share: Whether two requests may share their logical block of that number: both declared it as taken from the
+            cache or complete, with the same tokens up to its end, and neither writes to it any more.
+    """
+    for block, held in holders.items():
+        first, number = held[0]
+        for other, place in held[1:]:
+            if place == number and other != first and may_share(first, other, number):
+                continue
+            tally.find(
+                "shared-block",
+                f"block {block} is held by request {first} block {number} and by request {other} block {place},"
+                " expected one holder",
+            )
 
 
-def describe_cells(plan_slots: torch.Tensor, wrong: torch.Tensor, block_size: int) -> str:
-    """``block B offset O`` of the first wrong cell of a gather whose slots are ``plan_slots``."""
-    slot = int(plan_slots[int(torch.nonzero(wrong).flatten()[0])])
-    return f"block {slot // block_size} offset {slot % block_size}"
+def check_cells(
+    tally: Tally,
+    wrong: Wrong,
+    *,
+    layer: str,
+    kind: str,
+    block_size: int,
+    owner: Callable[[int], str],
+    holdings: Sequence[Holding],
+    decode: Callable[[Cells], tuple[torch.Tensor, torch.Tensor]],
+    peek: Callable[[torch.Tensor], Cells],
+    slots: int,
+) -> None:
+    """Records the cells that differ and says, for one of them, what it holds and where that belongs.
+
+    The one is the first whose value the ledger holds somewhere, or else the first; where the ledger holds its value
+    nowhere, the slots beside it and those of block 0 are searched for the value that it must hold.
+
+    Args:
+        tally: Where findings go.
+        wrong: What differs; nothing is recorded for no cell.
+        layer: The layer's name, for messages.
+        kind: The kind of finding.
+        block_size: Tokens per block.
+        owner: Names who owns a slot (``request R position P``), or that nobody does.
+        holdings: All that the ledger holds of the layer.
+        decode: K and V that cells stand for, in float32.
+        peek: The cells that the cache holds at slots (int64 ``[n]``) now.
+        slots: Slots in the pool.
+    """
+    if not wrong.slots.numel():
+        return
+    place, text = 0, ""
+    for candidate in range(min(_LOOKED_UP, wrong.slots.numel())):
+        found = _home(wrong, candidate, holdings, block_size)
+        if found:
+            place, text = candidate, found
+            break
+    slot = int(wrong.slots[place])
+    k, v = torch.nonzero(wrong.k[place]).flatten().tolist(), torch.nonzero(wrong.v[place]).flatten().tolist()
+    what = " and ".join(name for name, heads in (("K", k), ("V", v)) if heads)
+    tally.find(
+        kind,
+        f"{layer}: block {slot // block_size} offset {slot % block_size} (slot {slot}, {owner(slot)}), {what} of KV "
+        f"head {', '.join(str(head) for head in sorted({*k, *v}))}: {text or _nowhere(wrong, place, decode)}"
+        f"{_elsewhere(wrong, place, peek, slots, block_size)} "
+        f"({int(wrong.k.sum())} K and {int(wrong.v.sum())} V cells differ)",
+        wrong.cells,
+    )
+
+
+def _home(wrong: Wrong, place: int, holdings: Sequence[Holding], block_size: int) -> str:
+    """``holds K of request R position P (one block early)``, or nothing where the ledger does not hold the value."""
+    for what, mask, cells in (("K", wrong.k, wrong.found.k), ("V", wrong.v, wrong.found.v)):
+        heads = torch.nonzero(mask[place]).flatten().tolist()
+        if heads:
+            slot = int(wrong.slots[place])
+            home = belongs(cells[place], holdings, what=what, heads=heads, slot=slot)
+            if home is not None:
+                return f"holds {home[0]} ({distance(slot, home[1], block_size)})"
+    return ""
+
+
+def _elsewhere(wrong: Wrong, place: int, peek: Callable[[torch.Tensor], Cells], slots: int, block_size: int) -> str:
+    """``; its own value lies one slot early``, where it is beside the slot or in block 0."""
+    slot = int(wrong.slots[place])
+    beside = [slot + step for step in (-1, 1, -block_size, block_size)]
+    near = torch.tensor([at for at in [*beside, *range(block_size)] if 0 <= at < slots and at != slot])
+    cells = peek(near)
+    same = (cells.k == wrong.expected.k[place]).flatten(1).all(dim=1)
+    same &= (cells.v == wrong.expected.v[place]).flatten(1).all(dim=1)
+    if not bool(same.any()):
+        return ""
+    found = int(near[int(torch.nonzero(same).flatten()[0])])
+    return f"; its own value lies in slot {found}, {distance(found, slot, block_size)}"
+
+
+def _nowhere(wrong: Wrong, place: int, decode: Callable[[Cells], tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """What a value is that the ledger does not hold: the other one of K and V, a multiple, or other bytes."""
+    one = slice(place, place + 1)
+    found = decode(Cells(k=wrong.found.k[one], v=wrong.found.v[one]))
+    expected = decode(Cells(k=wrong.expected.k[one], v=wrong.expected.v[one]))
+    for name, mine, theirs in (
+        ("V where K belongs", found[0], expected[1]),
+        ("K where V belongs", found[1], expected[0]),
+    ):
+        if _near(mine, theirs):
+            return f"holds {name}"
+    for name, index in (("K", 0), ("V", 1)):
+        here, there = found[index].flatten(), expected[index].flatten()
+        ratio = float((here @ there) / (there @ there).clamp(min=1e-30))
+        if not bool((here == there).all()) and ratio != 0 and _near(here, there * ratio):
+            return f"holds {ratio:.4g} times the {name} that belongs there"
+    what, mask = ("K", wrong.k) if bool(wrong.k[place].any()) else ("V", wrong.v)
+    head = int(torch.nonzero(mask[place]).flatten()[0])
+    cells = (wrong.found.k, wrong.expected.k) if what == "K" else (wrong.found.v, wrong.expected.v)
+    here, there = cells[0][place, head], cells[1][place, head]
+    at = int(torch.nonzero(here != there).flatten()[0])
+    return (
+        f"byte {at} of {what} is 0x{int(here[at]):02x}, expected 0x{int(there[at]):02x}; the ledger holds this value"
+        " nowhere"
+    )
+
+
+def _near(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors agree as well as an 8-bit rounding lets them (2^-4 relative), and are not zero."""
+    size = float(right.norm())
+    return left.shape == right.shape and 0 < size < math.inf and float((left - right).norm()) <= size / 16

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
+NO_SLOT = -1
+"""The slot of a position without a block: nothing may be written for it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowRequest:
     """One request in one step: it contributes ``scheduled`` rows for positions ``start`` to ``start + scheduled - 1``.
 
-    ``blocks`` are its block ids in logical order, as far as the scheduler has granted them.
+    ``blocks`` are its block ids in logical order, as far as the scheduler has granted them; :data:`NO_SLOT` stands for
+    a block that was taken back (it lies before a sliding window).
     """
 
     request: str
@@ -63,7 +67,8 @@ class StepPlan:
 
     def live_blocks(self) -> list[int]:
         """All blocks that hold history of this step's requests, ascending, without repetition."""
-        return sorted({block for index in range(len(self.requests)) for block in self.blocks_of(index)})
+        held = {block for index in range(len(self.requests)) for block in self.blocks_of(index)}
+        return sorted(held - {NO_SLOT})
 
     def name(self, row: int) -> str:
         """``request R position P`` of a row."""
@@ -73,24 +78,15 @@ class StepPlan:
 def slots_of(blocks: Sequence[int], positions: torch.Tensor, block_size: int) -> torch.Tensor:
     """Slots of ``positions`` (int64 ``[T]``) in a request whose block ids are ``blocks``: int64 ``[T]``.
 
-    Raises:
-        ValueError: A position lies beyond the blocks.
+    A position without a block has :data:`NO_SLOT`.
     """
-    table = torch.as_tensor(list(blocks), dtype=torch.int64)
-    index = positions // block_size
-    if positions.numel() and int(index.max()) >= table.numel():
-        raise ValueError(
-            f"position {int(positions.max())} needs block {int(index.max())}, found {table.numel()} blocks"
-        )
-    return table[index] * block_size + positions % block_size
+    table = torch.tensor([*blocks, NO_SLOT], dtype=torch.int64)
+    block = table[(positions // block_size).clamp(max=len(blocks))]
+    return torch.where(block == NO_SLOT, NO_SLOT, block * block_size + positions % block_size)
 
 
 def plan_step(requests: Sequence[RowRequest], block_size: int) -> StepPlan:
-    """Builds the plan of one step from its requests in row order.
-
-    Raises:
-        ValueError: A request has more tokens than its blocks hold.
-    """
+    """Builds the plan of one step from its requests in row order."""
     owners, positions, slots = [], [], []
     for index, request in enumerate(requests):
         where = torch.arange(request.start, request.seq_len, dtype=torch.int64)
@@ -107,26 +103,13 @@ def plan_step(requests: Sequence[RowRequest], block_size: int) -> StepPlan:
     )
 
 
-def shared_blocks(plan: StepPlan) -> list[str]:
-    """One line for each block that two live requests, or two places of one request, hold."""
-    seen: dict[int, str] = {}
-    found = []
-    for index, request in enumerate(plan.requests):
-        for logical, block in enumerate(plan.blocks_of(index)):
-            place = f"request {request.request} block {logical}"
-            if block in seen:
-                found.append(f"block {block} is held by {seen[block]} and by {place}, expected one holder")
-            seen[block] = place
-    return found
-
-
 def row_map_mismatches(
     plan: StepPlan, input_ids: torch.Tensor, tokens: Mapping[str, Sequence[int]]
 ) -> tuple[int, list[int]]:
     """Checks the request-to-row map by what each row was fed.
 
     ``input_ids`` is int ``[>= T]``: the token of each row as the model received it; ``tokens`` the known tokens of each
-    request from position 0. A row whose token is not known yet is not counted.
+    request from position 0. A row whose token is not known yet is not counted; a row that is missing is wrong.
 
     Returns:
         The number of rows checked, and the rows whose token is not the one of their request and position.
@@ -137,6 +120,6 @@ def row_map_mismatches(
         known = tokens.get(plan.requests[owner].request, ())
         if position < len(known):
             checked += 1
-            if fed[row] != known[position]:
+            if row >= len(fed) or fed[row] != known[position]:
                 wrong.append(row)
     return checked, wrong

@@ -24,6 +24,9 @@ DEFAULT_GEOMETRY = Geometry(query_heads=6, kv_heads=3, head_size=16, block_size=
 """Head counts, group, block and head size pairwise different: an index taken from the wrong one is out of place."""
 
 VOCABULARY = 97
+TAKEN_BACK = -1
+"""Stands in ``Request.blocks`` for a block that lay before the window."""
+
 _PLACES = 256
 _OUTLIER = 3
 _IDENTITIES = 16
@@ -178,7 +181,7 @@ class StepInputs:
 class Runner:
     """The persistent batch: one row per scheduled request, and a block table whose rows keep stale tails.
 
-    Seams: ``add``, ``extend``, ``remove``, ``move``, ``swap``, ``arrange``, ``advance``, ``forget``.
+    Seams: ``add``, ``extend``, ``remove``, ``drop``, ``move``, ``swap``, ``arrange``, ``advance``, ``forget``.
     """
 
     def __init__(self, rows: int, width: int) -> None:
@@ -204,6 +207,12 @@ class Runner:
             row = self.names.index(name)
             self._write(row, self.counts[row], blocks)
         state.blocks.extend(blocks)
+
+    def drop(self, name: str, logical: int) -> None:
+        """A block of a request that was taken back: block 0 stands in its place."""
+        self.states[name].blocks[logical] = 0
+        if name in self.names:
+            self.table[self.names.index(name), logical] = 0
 
     def add(self, name: str) -> None:
         """Gives a request the next row."""
@@ -378,6 +387,7 @@ class TransferEngine:
         rows: Rows of the persistent batch.
         static: ``(rows, tokens)`` of fixed input buffers that each step refreshes, as a captured graph has them; None:
             fresh tensors in each step.
+        evict: Whether blocks that lie before the window of every layer are taken back from running requests.
         prefix_cache: Whether full blocks are found again by their hash.
         decode_first: Whether the runner brings requests with one row to the front; else rows follow the batch as given.
         dtype: The 16-bit dtype of K, V, query and output.
@@ -395,7 +405,9 @@ class TransferEngine:
     ``restore_block``        host memory to a block, each rank its heads
     ``rank_heads``           which KV heads of a saved block are a rank's
     ``resume_tokens``        the tokens that the runner is told of a new or resumed request
-    ``runner``               ``add``, ``extend``, ``remove``, ``move``, ``swap``, ``arrange``, ``advance``, ``forget``
+    ``evictable``            which logical blocks of a request lie before every layer's window
+    ``runner``               ``add``, ``extend``, ``remove``, ``drop``, ``move``, ``swap``, ``arrange``,
+                             ``advance``, ``forget``
     ``row_order``            the request-to-row map that the windows are told
     ``slot_mapping``         slots from (block table, rows, positions)
     ``host_buffers``         how many host buffers take turns; ``fill`` writes one, ``run_ahead`` the next step's
@@ -423,6 +435,7 @@ class TransferEngine:
         ranks: int = 1,
         rows: int = 16,
         static: tuple[int, int] | None = None,
+        evict: bool = False,
         prefix_cache: bool = True,
         decode_first: bool = False,
         dtype: torch.dtype = torch.bfloat16,
@@ -437,6 +450,8 @@ class TransferEngine:
         self.block_size = geometry.block_size
         self.decode_first = decode_first
         self.caching = prefix_cache
+        widest = [windows[index % len(windows)] for index in range(layers)]
+        self.evict_window = max((w for w in widest if w is not None), default=0) if evict and None not in widest else 0
         self.pool = BlockPool(blocks, self.generator)
         self.prefix_cache = PrefixCache()
         self.requests: dict[str, Request] = {}
@@ -593,7 +608,7 @@ class TransferEngine:
     def _leave(self, request: Request) -> None:
         if not request.running:
             return
-        self.pool.give(request.blocks, keep=self.prefix_cache.holds)
+        self.pool.give([block for block in request.blocks if block != TAKEN_BACK], keep=self.prefix_cache.holds)
         request.blocks, request.computed, request.published, request.running = [], 0, 0, False
         self.runner.forget(request.name)
         self._tell("release", request.name)
@@ -607,20 +622,21 @@ class TransferEngine:
         full, part = divmod(source.computed, self.block_size)
         request = Request(child, [*source.tokens[: source.computed], int(token)], source.identity)
         shared = source.blocks[:full]
-        self.pool.share(shared)
+        self.pool.share(block for block in shared if block != TAKEN_BACK)
         own = self._allocate(1) if part else []
         request.blocks = [*shared, *own]
         request.computed, request.published = source.computed, full
         self.requests[child] = request
         self._admit(request)
         for block in own:
-            self.copy_block(source.blocks[full], block)
+            self.copy_block(source.blocks[full], block, part)
 
     def offload(self, name: str) -> None:
         """Copies a request's full blocks to host memory; a prefix that the pool lost is found there."""
         request = self.requests[name]
         for key, block in zip(self.hashes(request, request.computed), request.blocks, strict=False):
-            self._to_save.append((key, block))
+            if block != TAKEN_BACK:
+                self._to_save.append((key, block))
         self.when_saved()
 
     def forget_prefixes(self) -> None:
@@ -715,7 +731,7 @@ class TransferEngine:
             RunnerState(
                 tokens=self.resume_tokens(request),
                 identity=identity,
-                blocks=list(request.blocks),
+                blocks=[0 if block == TAKEN_BACK else block for block in request.blocks],
                 computed=request.computed,
             ),
         )
@@ -761,7 +777,22 @@ class TransferEngine:
         if new:
             self._tell("sampled", request.name, new)
         self._publish(request)
+        self._evict(request)
         return new
+
+    def _evict(self, request: Request) -> None:
+        for logical in self.evictable(request):
+            block, request.blocks[logical] = request.blocks[logical], TAKEN_BACK
+            self.runner.drop(request.name, logical)
+            self._tell("evict", request.name, [logical])
+            self.pool.give([block], keep=self.prefix_cache.holds)
+
+    def evictable(self, request: Request) -> list[int]:
+        """Logical blocks that no later row of a request sees in any layer."""
+        if not self.evict_window:
+            return []
+        seen = max(0, request.computed - self.evict_window + 1)
+        return [i for i in range(seen // self.block_size) if request.blocks[i] != TAKEN_BACK]
 
     def sample(self, request: Request, position: int) -> int:
         """The next token of a request: a fixed random function of its name and the position."""
@@ -795,11 +826,11 @@ class TransferEngine:
 
     # -- copies of blocks ---------------------------------------------------------------------------------------------
 
-    def copy_block(self, source: int, target: int) -> None:
-        """All cells of a block, in every layer and rank."""
+    def copy_block(self, source: int, target: int, positions: int) -> None:
+        """Copies the first ``positions`` positions of a block, in every layer and rank."""
         for rank in self.ranks:
             for layer in rank.layers.values():
-                layer.kv_cache[target] = layer.kv_cache[source]
+                layer.kv_cache[target, :, :positions] = layer.kv_cache[source, :, :positions]
 
     def when_saved(self) -> None:
         """Copies the waiting blocks to host memory: after the step's writes, before a block is granted anew."""

@@ -14,8 +14,9 @@ import torch
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.kv import formats
+from pytest_kvqual.oracles.window import LayerView
 from pytest_kvqual.worker import identity, scales
-from pytest_kvqual.worker.taps import OracleWindow, TappedLayer, layer_order
+from pytest_kvqual.worker.taps import OracleTaps, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
 _DISTRIBUTIONS = ("torch", "transformers")
@@ -40,7 +41,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self.kvqual_config: WorkerConfig = decode_config(vllm_config.additional_config)
         self.kvqual_undo: list[Callable[[], None]] = []
-        self._kvqual_window: OracleWindow | None = None
+        self._kvqual_window: OracleTaps | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
         self._kvqual_formats: dict[str, formats.Format] = {}
         self._kvqual_bytes: dict[str, tuple[float, float]] = {}
@@ -250,8 +251,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
     def kvqual_oracle_start(self, options: dict[str, object] | None = None) -> dict[str, object]:
         """Opens an oracle window: plants ``options["fault"]`` where given, then puts the taps on.
 
-        No request may be in flight.
+        ``options["probe"]`` and ``options["fills"]`` are the window's. No request may be in flight.
         """
+        asked = options or {}
         if self._kvqual_window is not None:
             raise WorkerError("an oracle window is open already")
         if self.model_runner.input_batch.num_reqs:
@@ -259,27 +261,37 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
                 f"{self.model_runner.input_batch.num_reqs} requests are in flight, expected none before an oracle"
                 " window opens"
             )
-        fault = (options or {}).get("fault")
+        fault = asked.get("fault")
         if fault is not None:
             self.kvqual_plant(str(fault))
-        window = OracleWindow(
-            layers=[
-                TappedLayer(
-                    name=name,
-                    layer=layer,
-                    cache=self._kvqual_caches[name],
-                    codec=self._kvqual_formats[name],
-                    v_scale=self._v_scale(index),
-                )
-                for index, (name, layer) in enumerate(self.kvqual_layers().items())
-            ],
-            block_size=self.kvqual_block_size(),
+        window = OracleTaps(
+            layers=self.kvqual_layers(),
+            views=self._views(),
             runner=self.model_runner,
+            block_size=self.kvqual_block_size(),
             rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
+            probe=asked.get("probe") is True,
+            fills=asked.get("fills") is True,
         )
         window.install()
         self._kvqual_window = window
         return {"installed": True, "fault": fault}
+
+    def _views(self) -> list[LayerView]:
+        """The attention layers as the oracles see them."""
+        return [
+            LayerView(
+                name=name,
+                cache=self._kvqual_caches[name],
+                codec=self._kvqual_formats[name],
+                v_scale=self._v_scale(index),
+                query_heads=layer.impl.num_heads,
+                kv_heads=layer.impl.num_kv_heads,
+                head_size=layer.impl.head_size,
+                softmax_scale=float(layer.impl.scale),
+            )
+            for index, (name, layer) in enumerate(self.kvqual_layers().items())
+        ]
 
     def kvqual_oracle_finish(self) -> dict[str, object]:
         """Closes the window, takes back a planted fault and returns the record of this rank."""

@@ -35,7 +35,7 @@ class Exemplar:
 
     The parts, in the order in which they run. Writing: ``locate``, ``encode`` (``divisors``, ``cast``,
     ``inline_scale``), ``store``. Reading: ``row_ranges``, ``partitions``, ``shared_blocks``, ``bound``, ``address``,
-    ``gather``, ``decode`` (``uncast``, ``factors``), ``clear``, ``kv_head``, ``score``, ``visible``, ``softmax``,
+    ``gather``, ``decode`` (``uncast``, ``factors``), ``visible``, ``clear``, ``kv_head``, ``score``, ``softmax``,
     ``weigh``, ``merge``, ``place``.
     """
 
@@ -219,8 +219,8 @@ class Exemplar:
         columns = torch.arange(first * block_size, first * block_size + cells.shape[0])
         k, v = self.decode(cells, size, k_scale, v_scale)
         inside = (columns >= begin) & (columns < end)
-        k, v = self.clear(k, v, inside)
         seen = self.visible(positions, columns, window, length) & inside
+        k, v = self.clear(k, v, seen.any(dim=0))
         output, lse = torch.empty(rows, heads, size), torch.empty(rows, heads)
         for head in range(heads):
             source = self.kv_head(head, heads, cache.shape[1])
@@ -261,9 +261,9 @@ class Exemplar:
         """Float32 values of E4M3 bytes."""
         return cells.contiguous().view(torch.float8_e4m3fn).float()
 
-    def clear(self, k: torch.Tensor, v: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V with zeros outside: a weight of zero is not enough, as zero times NaN is NaN."""
-        return torch.where(inside[:, None, None], k, 0.0), torch.where(inside[:, None, None], v, 0.0)
+    def clear(self, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V with zeros where no row sees them: a weight of zero is not enough, as zero times NaN is NaN."""
+        return torch.where(seen[:, None, None], k, 0.0), torch.where(seen[:, None, None], v, 0.0)
 
     def kv_head(self, head: int, query_heads: int, kv_heads: int) -> int:
         """The KV head that a query head reads."""
