@@ -328,7 +328,7 @@ def base_two_lse_merged(worker: Any) -> None:
 
 
 def base_two_lse_of_chunks(worker: Any) -> None:
-    """The kernel that serves several query rows returns log-sum-exps of base 2, the one for a single row natural ones."""
+    """The kernel that serves several query rows returns log-sum-exps of base 2, that of a single row natural ones."""
 
     def merge(kernel: Any, original: Any, outputs: Any, lses: Any) -> object:
         return original(outputs, [lse / math.log(2) if lse.shape[0] > 1 else lse for lse in lses])
@@ -359,7 +359,7 @@ def shared_prefix_given_to_first_request(worker: Any) -> None:
 
 
 def _window(worker: Any, seen_of: Any) -> None:
-    """Rows of layers with a window see ``seen_of(n, p, c, window)``: n rows, positions ``[n, 1]``, columns ``[1, m]``."""
+    """Rows of layers with a window see ``seen_of(n, p, c, window)``: n rows of positions p ``[n, 1]``, columns ``[1, m]``."""
 
     def change(kernel: Any, original: Any, positions: Any, columns: Any, window: Any, length: int) -> object:
         if window is None:

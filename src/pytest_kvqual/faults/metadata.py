@@ -109,7 +109,7 @@ def table_row_recycled_mid_step(worker: Any) -> None:
     wrap_attention(worker, change, only=0)
 
 
-def padding_lengths_kept(worker: Any) -> None:
+def stale_tail_in_table(worker: Any) -> None:
     """Table entries behind a request's blocks are those of the row's last user; nothing reads them."""
     size = worker.kvqual_block_size()
     previous: dict[int, torch.Tensor] = {}

@@ -38,7 +38,7 @@ def key_value_swapped(worker: Any) -> None:
     wrap_updates(worker, change)
 
 
-def decode_rows_not_written(worker: Any) -> None:
+def last_row_not_written(worker: Any) -> None:
     """The last row of a step is not written."""
 
     def change(original: Any, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
