@@ -262,6 +262,9 @@ class K8V8:
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
         return _read_adjacent(cache, slots, self)
 
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        _place_adjacent(cache, slots, cells, self)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class K8V8Inline:
@@ -296,17 +299,30 @@ class K8V8Inline:
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         return _from_inline(cells.k), _from_inline(cells.v)
 
+    def k_cell_bytes(self, head_size: int) -> int:
+        """How many bytes of a cell in canonical order are K, its scale included."""
+        return head_size + 4
+
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
+        size = self._size(cache)
+        block, offset = _slots(cache, slots)
+        cells = cache[block, :, offset]
+        k, v, scales = cells[..., :size], cells[..., size : 2 * size], cells[..., 2 * size :]
+        return Cells(k=torch.cat([k, scales[..., :4]], dim=-1), v=torch.cat([v, scales[..., 4:]], dim=-1))
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        size = self._size(cache)
+        block, offset = _slots(cache, slots)
+        parts = (cells.k[..., :size], cells.v[..., :size], cells.k[..., size:], cells.v[..., size:])
+        cache[block, :, offset] = torch.cat(parts, dim=-1)
+
+    def _size(self, cache: torch.Tensor) -> int:
         if cache.dim() != 4 or cache.stride(-1) != 1 or cache.dtype != torch.uint8 or cache.shape[-1] % 2:
             raise FormatError(
                 f"found a cache of {cache.dtype} {tuple(cache.shape)}, expected uint8 [blocks, heads, block_size, "
                 f"2 * head_size + 8] with dense content, for format {self.name!r}"
             )
-        size = cache.shape[-1] // 2 - 4
-        block, offset = _slots(cache, slots)
-        cells = cache[block, :, offset]
-        k, v, scales = cells[..., :size], cells[..., size : 2 * size], cells[..., 2 * size :]
-        return Cells(k=torch.cat([k, scales[..., :4]], dim=-1), v=torch.cat([v, scales[..., 4:]], dim=-1))
+        return cache.shape[-1] // 2 - 4
 
 
 def _per_head(scale: float, factors: tuple[float, ...], heads: int) -> torch.Tensor:
@@ -657,7 +673,7 @@ def _read_adjacent(cache: torch.Tensor, slots: torch.Tensor, fmt: Format) -> Cel
     return Cells(k=cells[..., :split].contiguous(), v=cells[..., split:].contiguous())
 
 
-def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt: K16V16 | K16V8) -> None:
+def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt: Format) -> None:
     raw, split = _adjacent(cache, fmt)
     if cells.k.shape[-1] != split or cells.v.shape[-1] != raw.shape[-1] - split:
         raise FormatError(
@@ -668,7 +684,7 @@ def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt:
     raw[block, :, offset] = torch.cat([cells.k, cells.v], dim=-1)
 
 
-def _adjacent(cache: torch.Tensor, fmt: K16V16 | K16V8) -> tuple[torch.Tensor, int]:
+def _adjacent(cache: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, int]:
     """The cache as bytes, and how many bytes of a cell are K."""
     if cache.dim() != 4 or cache.stride(-1) != 1:
         raise FormatError(
