@@ -10,6 +10,8 @@ Formats:
 ====================  =====================================================================================
 ``k16v16``            ours: per cell K then V, 16 bits each, as they came
 ``k16v8``             ours: per cell K (16 bits), then V as E4M3 of ``clamp(V / v_scale, -448, 448)``
+``k8v8``              E4M3 K and then E4M3 V, each divided by its scale times a factor of the head
+``k8v8-inline``       E4M3 K, E4M3 V, then the float32 scale of K and that of V, one pair per token and head
 ``cpu-attn-bf16``     stock vLLM CPU cache: 16-bit K and V, permuted inside each (block, head) tile; the permutation
                       depends on the instruction set and is found by ``probe_layout``
 ====================  =====================================================================================
@@ -217,6 +219,139 @@ class K16V8:
         _place_adjacent(cache, slots, cells, self)
 
 
+# -- Eight-bit K and V --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class K8V8:
+    """Per cell: ``D`` bytes E4M3 of ``K / (k_scale * k_factors[h])``, then ``D`` bytes of V likewise, clamped to +-448.
+
+    The factors are one positive float32 per KV head; empty stands for 1 everywhere. NaN stays NaN.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    k_scale: float = 1.0
+    k_factors: tuple[float, ...] = ()
+    v_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _sixteen(self.dtype, "k8v8")
+
+    @property
+    def name(self) -> str:
+        return "k8v8"
+
+    @property
+    def k_bytes(self) -> int:
+        return 1
+
+    @property
+    def v_bytes(self) -> int:
+        return 1
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor, v_scale: float) -> Cells:
+        _same(key, value, self.dtype, self.name)
+        k_divisor = _per_head(self.k_scale, self.k_factors, key.shape[1])
+        v_divisor = _per_head(v_scale, self.v_factors, value.shape[1])
+        return Cells(k=encode_e4m3(key.float() / k_divisor), v=encode_e4m3(value.float() / v_divisor))
+
+    def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        k = e4m3_values()[cells.k.long()] * _per_head(self.k_scale, self.k_factors, cells.k.shape[1])
+        return k, e4m3_values()[cells.v.long()] * _per_head(v_scale, self.v_factors, cells.v.shape[1])
+
+    def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
+        return _read_adjacent(cache, slots, self)
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        _place_adjacent(cache, slots, cells, self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class K8V8Inline:
+    """Per cell: ``D`` bytes of K, ``D`` bytes of V, the float32 scale of K, the float32 scale of V (native byte order).
+
+    A scale is the largest finite magnitude of its vector divided by 448, or 1 where that is zero; the bytes are the
+    E4M3 of the vector divided by it, clamped to +-448; NaN stays NaN. ``v_scale`` is not applied. In ``Cells`` each
+    scale follows its own bytes: ``k`` and ``v`` are uint8 ``[T, Hkv, D + 4]``.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        _sixteen(self.dtype, "k8v8-inline")
+
+    @property
+    def name(self) -> str:
+        return "k8v8-inline"
+
+    @property
+    def k_bytes(self) -> int:
+        return 1
+
+    @property
+    def v_bytes(self) -> int:
+        return 1
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor, v_scale: float) -> Cells:
+        _same(key, value, self.dtype, self.name)
+        return Cells(k=_inline(key.float()), v=_inline(value.float()))
+
+    def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return _from_inline(cells.k), _from_inline(cells.v)
+
+    def k_cell_bytes(self, head_size: int) -> int:
+        """How many bytes of a cell in canonical order are K, its scale included."""
+        return head_size + 4
+
+    def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
+        size = self._size(cache)
+        block, offset = _slots(cache, slots)
+        cells = cache[block, :, offset]
+        k, v, scales = cells[..., :size], cells[..., size : 2 * size], cells[..., 2 * size :]
+        return Cells(k=torch.cat([k, scales[..., :4]], dim=-1), v=torch.cat([v, scales[..., 4:]], dim=-1))
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        size = self._size(cache)
+        block, offset = _slots(cache, slots)
+        parts = (cells.k[..., :size], cells.v[..., :size], cells.k[..., size:], cells.v[..., size:])
+        cache[block, :, offset] = torch.cat(parts, dim=-1)
+
+    def _size(self, cache: torch.Tensor) -> int:
+        if cache.dim() != 4 or cache.stride(-1) != 1 or cache.dtype != torch.uint8 or cache.shape[-1] % 2:
+            raise FormatError(
+                f"found a cache of {cache.dtype} {tuple(cache.shape)}, expected uint8 [blocks, heads, block_size, "
+                f"2 * head_size + 8] with dense content, for format {self.name!r}"
+            )
+        return cache.shape[-1] // 2 - 4
+
+
+def _per_head(scale: float, factors: tuple[float, ...], heads: int) -> torch.Tensor:
+    """What each head is divided by: float32 ``[heads, 1]``, the product of two float32 numbers."""
+    if factors and len(factors) != heads:
+        raise FormatError(f"found {len(factors)} head factors, expected {heads}, for format 'k8v8'")
+    return torch.tensor([[_scale(factor)] for factor in factors or (1.0,) * heads]) * _scale(scale)
+
+
+def _inline(values: torch.Tensor) -> torch.Tensor:
+    finite = torch.where(torch.isfinite(values), values.abs(), 0.0)
+    peak = finite.amax(dim=-1, keepdim=True)
+    scale = torch.where(peak > 0, peak / E4M3_MAX, 1.0)
+    return torch.cat([encode_e4m3(values / scale), scale.view(torch.uint8)], dim=-1)
+
+
+def _from_inline(cells: torch.Tensor) -> torch.Tensor:
+    scale = cells[..., -4:].contiguous().view(torch.float32)
+    return e4m3_values()[cells[..., :-4].long()] * scale
+
+
+def cell_bytes(fmt: Format, head_size: int) -> int:
+    """The bytes of one cell of ``fmt``, inline scales included, found by encoding zeros."""
+    heads = max(1, len(getattr(fmt, "k_factors", ())), len(getattr(fmt, "v_factors", ())))
+    zeros = torch.zeros(1, heads, head_size, dtype=getattr(fmt, "dtype", torch.bfloat16))
+    cells = fmt.encode(zeros, zeros, 1.0)
+    return int(cells.k.shape[-1] + cells.v.shape[-1])
+
+
 # -- The stock CPU cache ------------------------------------------------------------------------------------------
 
 
@@ -305,7 +440,8 @@ def declared(name: str, *, dtype: torch.dtype = torch.bfloat16, layout: LayoutPe
     """The format that a study names.
 
     Args:
-        name: ``k16v16``, ``k16v8`` or ``cpu-attn-bf16``.
+        name: ``k16v16``, ``k16v8``, ``k8v8``, ``k8v8-inline`` or ``cpu-attn-bf16``. ``k8v8`` comes with a K scale of 1
+            and no head factors; build ``K8V8`` for others.
         dtype: The 16-bit dtype of K, and of V where it has 16 bits.
         layout: The tile permutation; required by ``cpu-attn-bf16`` and by no other.
 
@@ -317,11 +453,15 @@ def declared(name: str, *, dtype: torch.dtype = torch.bfloat16, layout: LayoutPe
         return K16V16(dtype=dtype)
     if name == "k16v8":
         return K16V8(dtype=dtype)
+    if name == "k8v8":
+        return K8V8(dtype=dtype)
+    if name == "k8v8-inline":
+        return K8V8Inline(dtype=dtype)
     if name == "cpu-attn-bf16":
         if layout is None:
             raise FormatError("found no layout, expected the probed one, for format 'cpu-attn-bf16'")
         return CpuAttn16(dtype=dtype, layout=layout)
-    raise StudyError(f"found KV format {name!r}, expected one of k16v16, k16v8, cpu-attn-bf16")
+    raise StudyError(f"found KV format {name!r}, expected one of k16v16, k16v8, k8v8, k8v8-inline, cpu-attn-bf16")
 
 
 # -- Probes -------------------------------------------------------------------------------------------------------
@@ -525,7 +665,7 @@ def _slots(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torc
     return slots // cache.shape[2], slots % cache.shape[2]
 
 
-def _read_adjacent(cache: torch.Tensor, slots: torch.Tensor, fmt: K16V16 | K16V8) -> Cells:
+def _read_adjacent(cache: torch.Tensor, slots: torch.Tensor, fmt: Format) -> Cells:
     """Reads cells that hold K and then V in one run of bytes; the cache may be strided outside the run."""
     raw, split = _adjacent(cache, fmt)
     block, offset = _slots(cache, slots)
@@ -533,7 +673,7 @@ def _read_adjacent(cache: torch.Tensor, slots: torch.Tensor, fmt: K16V16 | K16V8
     return Cells(k=cells[..., :split].contiguous(), v=cells[..., split:].contiguous())
 
 
-def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt: K16V16 | K16V8) -> None:
+def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt: Format) -> None:
     raw, split = _adjacent(cache, fmt)
     if cells.k.shape[-1] != split or cells.v.shape[-1] != raw.shape[-1] - split:
         raise FormatError(
@@ -544,7 +684,7 @@ def _place_adjacent(cache: torch.Tensor, slots: torch.Tensor, cells: Cells, fmt:
     raw[block, :, offset] = torch.cat([cells.k, cells.v], dim=-1)
 
 
-def _adjacent(cache: torch.Tensor, fmt: K16V16 | K16V8) -> tuple[torch.Tensor, int]:
+def _adjacent(cache: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, int]:
     """The cache as bytes, and how many bytes of a cell are K."""
     if cache.dim() != 4 or cache.stride(-1) != 1:
         raise FormatError(

@@ -157,6 +157,10 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         """Tokens per block."""
         return int(self.vllm_config.cache_config.block_size)
 
+    def kvqual_codec(self, name: str) -> formats.Format:
+        """The declared encoding of a layer's cells."""
+        return self._kvqual_formats[name]
+
     def kvqual_metadata_builders(self) -> list[Any]:
         """The attention metadata builders of this rank."""
         return [

@@ -141,7 +141,7 @@ def test_bad_scale(scale: float) -> None:
 
 def test_unknown_name() -> None:
     """A format that is not declared is refused, and the declared ones are named."""
-    with pytest.raises(StudyError, match="expected one of k16v16, k16v8, cpu-attn-bf16"):
+    with pytest.raises(StudyError, match="expected one of k16v16, k16v8, k8v8, k8v8-inline, cpu-attn-bf16"):
         formats.declared("k8v4")
 
 
