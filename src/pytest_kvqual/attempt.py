@@ -414,9 +414,7 @@ class Attempt:
 
         study = self._selection.study
         item = load_task_panel(self._selection, "oracle").items[1]
-        return read_dispatch(
-            self._live(), item, model=study.model.name, timeout_s=study.engine.request_timeout_s
-        )
+        return read_dispatch(self._live(), item, model=study.model.name, timeout_s=study.engine.request_timeout_s)
 
     def _dispatched_again(self, after: str) -> None:
         """Read the kernels once more: what was just captured ran on those of ``dispatch.json``.

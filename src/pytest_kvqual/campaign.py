@@ -361,14 +361,9 @@ class Campaign:
 
     def _faults(self, gate: str) -> tuple[str, ...]:
         """The names of the faults that each qualification plants against ``gate`` and that this arm can show."""
-        from pytest_kvqual.faults import SEEDED
+        from pytest_kvqual.faults.seeded import seeded
 
-        return tuple(
-            # Without scales there is none to drop.
-            name
-            for name in SEEDED.get(gate, ())
-            if name != "v-scale-dropped-on-read" or self.selection.arm.scales is not None
-        )
+        return seeded(gate, scales=self.selection.arm.scales is not None)
 
     def _reading_fault(self) -> str:
         """A fault of the read path, so that answers and losses must change."""

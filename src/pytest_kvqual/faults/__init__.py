@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pytest_kvqual.faults.catalogue import FAULTS, SEEDED, Fault
+from pytest_kvqual.faults.catalogue import FAULTS, Fault
 
-__all__ = ["FAULTS", "SEEDED", "Fault"]
+__all__ = ["FAULTS", "Fault"]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from pytest_kvqual.faults.catalogue import FAULTS, GATES, Fault
-from pytest_kvqual.faults.scenarios import SCENARIOS, Scenario
+from pytest_kvqual.faults.catalogue import GATES, Fault
+from pytest_kvqual.faults.scenarios import Scenario
 from pytest_kvqual.transfer.engine import TransferEngine
 from pytest_kvqual.worker.wire import resolve
 
@@ -121,9 +120,7 @@ class _Log:
         prepare = engine.prepare
 
         def seen(schedule: Any, *args: Any) -> Any:
-            self.order = [
-                (name, engine.requests[name].computed, schedule[name]) for name in engine.runner.names
-            ]
+            self.order = [(name, engine.requests[name].computed, schedule[name]) for name in engine.runner.names]
             return prepare(schedule, *args)
 
         self.order: list[tuple[str, int, int]] = []
