@@ -11,21 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-<<<<<<< HEAD
-from pytest_kvqual.faults.catalogue import GATES, Fault
-from pytest_kvqual.faults.scenarios import Scenario
-from pytest_kvqual.transfer.engine import TransferEngine
-=======
 from pytest_kvqual.faults.catalogue import FAULTS, GATES, Fault
 from pytest_kvqual.faults.planting import held_as
 from pytest_kvqual.faults.scenarios import SCENARIOS, Scenario
 from pytest_kvqual.transfer.engine import Impl, TransferEngine
 from pytest_kvqual.worker.dispatch import DispatchReader
->>>>>>> o-faults
 from pytest_kvqual.worker.wire import resolve
 
 _KERNELS = frozenset({"aten::exp"})
@@ -177,15 +172,8 @@ class _Log:
                 first += count
             return answered
 
-<<<<<<< HEAD
-        prepare = engine.prepare
-
-        def seen(schedule: Any, *args: Any) -> Any:
-            self.order = [(name, engine.requests[name].computed, schedule[name]) for name in engine.runner.names]
-=======
         def preparing(schedule: Mapping[str, int], *args: Any) -> Any:
             self._order = [(name, engine.requests[name].computed, schedule[name]) for name in engine.runner.names]
->>>>>>> o-faults
             return prepare(schedule, *args)
 
         self._stack.enter_context(held_as(engine, step=stepping, prepare=preparing))
