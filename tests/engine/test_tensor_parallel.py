@@ -25,6 +25,7 @@ from pytest_kvqual.study.panels import load_panel
 pytestmark = pytest.mark.engine
 
 LIMIT_S = 300.0
+SUPPORT = Path(__file__).parents[1] / "support"
 RANKS = 2
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 2, 4, 2, 32
 # K16/V8 reads V with a factor that is not one, and not the same in both layers.
@@ -62,9 +63,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def two_ranks(arm: str, folder: Path) -> Selection:
+def two_ranks(name: str, folder: Path) -> Selection:
     """The arm of the embedded study for two ranks of the tiny model, with ``folder`` on its import path."""
-    selection = select(load_study("smollm2-cpu"), arm=arm, length=1024, cache_bytes=16 << 20)
+    selection = select(load_study("smollm2-cpu"), arm=name, length=1024, cache_bytes=16 << 20)
     engine = selection.study.engine
     kept = tuple(flag for flag in engine.flags if not flag.startswith(("--distributed-executor", "--hf-overrides")))
     engine = replace(
@@ -73,7 +74,8 @@ def two_ranks(arm: str, folder: Path) -> Selection:
         environment={**engine.environment, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     )
     study = replace(selection.study, engine=engine)
-    return replace(selection, study=study, arm=replace(selection.arm, pythonpath=(folder,)))
+    arm = replace(selection.arm, pythonpath=(folder, SUPPORT), after_init=("step_recorder:install",))
+    return replace(selection, study=study, arm=arm)
 
 
 @contextmanager
@@ -151,5 +153,7 @@ def test_each_rank_answers_for_its_heads(arm: str, model: Path, tmp_path: Path) 
         assert findings(healthy) == []
         assert findings(broken)
         assert all("layers.1." in line for line in findings(broken)), findings(broken)
+        # The scheduler is in the core's process, and these workers are not.
+        assert rpc.call(server.base_url, "hold", 4, timeout_s=10) == [{"found": False}] * RANKS
         taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=10)
         assert taps == [{"installed": False, "faults": 0}] * RANKS
