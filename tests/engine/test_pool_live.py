@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_kvqual.capture import http
+from pytest_kvqual.capture.oracle import capture_oracle
 from pytest_kvqual.capture.quality import send_all
 from pytest_kvqual.errors import ServerError
 from pytest_kvqual.models import model_folder
@@ -57,14 +58,20 @@ def server(selection: Selection, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="module")
-def items(selection: Selection) -> Sequence[PanelItem]:
+def panel(selection: Selection) -> Panel:
     """The wave's prompts."""
     length = selection.length
-    panel: Panel = load_panel(
+    whole = load_panel(
         length.panels["oracle"], task="oracle", length=length.tokens, vocabulary=selection.study.model.vocabulary
     )
-    found = {item.id: item for item in panel.items}
-    return [found[name] for name in WAVE]
+    found = {item.id: item for item in whole.items}
+    return replace(whole, items=tuple(found[name] for name in WAVE))
+
+
+@pytest.fixture
+def items(panel: Panel) -> Sequence[PanelItem]:
+    """The wave's prompts, in order."""
+    return panel.items
 
 
 _count = iter(range(1_000_000))
@@ -149,6 +156,36 @@ def test_preempted_and_resumed_at_the_top_of_the_pool(
         assert set(granted) <= set(top)
     used = {block for step in steps for new in step["new"] for block in new["blocks"][0]}
     assert used == set(top)
+
+
+def test_the_oracles_follow_preemption(server: Server, selection: Selection, panel: Panel) -> None:
+    """Preempted, resumed, at the top of the pool: no finding, and each position computed again is counted."""
+    worker(server, "steps")
+    worker(server, "hold", FREE)
+    try:
+        found = capture_oracle(
+            server,
+            panel,
+            fault=None,
+            model=selection.study.model.name,
+            schedule="waves",
+            wave_size=len(WAVE),
+            timeout_s=LIMIT_S,
+        )
+    finally:
+        worker(server, "release")
+    records: Any = found["records"]
+    (record,) = records
+    for part in ("routing", "stale-maps", "shifted-outputs", "placement", "row_map"):
+        assert record[part]["findings_total"] == 0, record[part]["findings"]
+    for condition in ("resumed", "top-of-pool", "reused-block"):
+        assert record["conditions"][condition] > 0, record["conditions"]
+    scheduled = sum(sum(step["scheduled"].values()) for step in worker(server, "steps"))
+    # The last generated token is never fed.
+    once = sum(len(item.prompt) + item.max_tokens - 1 for item in panel.items)
+    # Both requests had 256 positions when they were preempted.
+    assert record["rows"] == {"scheduled": scheduled, "prefix": 0, "recomputed": 512}
+    assert scheduled == once + 512 == record["row_map"]["checked"]
 
 
 def test_a_released_pool_is_as_it_was(server: Server, selection: Selection, items: Sequence[PanelItem]) -> None:

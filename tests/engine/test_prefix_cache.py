@@ -103,15 +103,22 @@ def panel(selection: Selection) -> Panel:
 _count = iter(range(1_000_000))
 
 
-def first_seen(server: Server) -> list[dict[str, Any]]:
-    """What the worker was told of each request when it first saw it, in order."""
+def recorded(server: Server) -> list[dict[str, Any]]:
+    """What the worker was told in each step since the last call."""
     (steps,) = rpc.call(server.base_url, "steps", timeout_s=LIMIT_S)
     assert isinstance(steps, list)
+    return steps
+
+
+def first_seen(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the worker was told of each request when it first saw it, in order."""
     return [new for step in steps for new in step["new"]]
 
 
-def send(server: Server, selection: Selection, items: Sequence[PanelItem]) -> list[dict[str, Any]]:
-    """Waves of two; what the worker was told of each request when it first saw it, in order."""
+def send(
+    server: Server, selection: Selection, items: Sequence[PanelItem], *, wave_size: int = 2
+) -> list[dict[str, Any]]:
+    """Send waves; what the worker was told in each step."""
     requests = [
         http.completion(
             id=item.id,
@@ -124,14 +131,14 @@ def send(server: Server, selection: Selection, items: Sequence[PanelItem]) -> li
         for index, item in enumerate(items)
     ]
     responses: list[http.Response] = []
-    send_all(server, requests, schedule="waves", wave_size=2, timeout_s=LIMIT_S, on_response=responses.append)
+    send_all(server, requests, schedule="waves", wave_size=wave_size, timeout_s=LIMIT_S, on_response=responses.append)
     assert [response.status for response in responses] == [200] * len(items)
-    return first_seen(server)
+    return recorded(server)
 
 
 def test_what_a_hit_looks_like(cold: Server, selection: Selection, panel: Panel) -> None:
     """A hit is a new request whose leading blocks are another's, finished or live, and counted as computed."""
-    told = send(cold, selection, panel.items)
+    told = first_seen(send(cold, selection, panel.items))
     assert [new["computed"] for new in told] == [0, 0, 256, 128, 256, 128]
     assert [new["prompt"] for new in told] == [296, 200, 306, 256, 257, 188]
     blocks = [new["blocks"][0] for new in told]
@@ -145,7 +152,30 @@ def test_what_a_hit_looks_like(cold: Server, selection: Selection, panel: Panel)
     reset(cold)
     warm = [item for item in panel.items if item.id in ("shared", "half")]
     # Nothing is hit after a reset but what the first of the two computes in the very same step.
-    assert [new["computed"] for new in send(cold, selection, warm)] == [0, 128]
+    assert [new["computed"] for new in first_seen(send(cold, selection, warm))] == [0, 128]
+
+
+def test_a_resumed_request_hits_its_own_blocks(cold: Server, selection: Selection) -> None:
+    """Preempted with the cache on, a request resumes behind those of its full blocks that nobody has taken since."""
+    length = selection.length
+    whole = load_panel(
+        length.panels["oracle"], task="oracle", length=length.tokens, vocabulary=selection.study.model.vocabulary
+    )
+    items = [item for item in whole.items if item.id in ("r02-127", "r03-128", "r06-255", "r07-256")]
+    rpc.call(cold.base_url, "hold", 6, timeout_s=LIMIT_S)
+    try:
+        steps = send(cold, selection, items, wave_size=4)
+    finally:
+        rpc.call(cold.base_url, "release", timeout_s=LIMIT_S)
+    first = steps[0]["new"]
+    resumed = [entry for step in steps for entry in step["cached"] if entry["resumed"]]
+    assert [(entry["request"], entry["computed"], entry["all_tokens"]) for entry in resumed] == [
+        # 255 of the prompt and the first generated token: two full blocks, still its own.
+        (first[2]["request"], 256, 257),
+        (first[3]["request"], 0, 257),
+    ]
+    assert resumed[0]["new_blocks"][0][:2] == first[2]["blocks"][0]
+    assert len(resumed[0]["new_blocks"][0]) == 3
 
 
 def test_the_oracles_follow_hits(cold: Server, selection: Selection, panel: Panel) -> None:
@@ -161,7 +191,7 @@ def test_the_oracles_follow_hits(cold: Server, selection: Selection, panel: Pane
     )
     records: Any = found["records"]
     (record,) = records
-    told = first_seen(cold)
+    told = first_seen(recorded(cold))
     for part in ("routing", "stale-maps", "shifted-outputs", "placement", "row_map"):
         assert record[part]["findings_total"] == 0, record[part]["findings"]
     assert record["conditions"]["prefix-hit"] > 0

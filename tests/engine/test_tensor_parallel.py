@@ -48,16 +48,15 @@ def plant(worker):
 '''
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_model(folder: Path, *, kv_heads: int = KV_HEADS) -> Path:
     """The tiny model with the tokenizer of the embedded study."""
     study = load_study("smollm2-cpu")
     return tiny_model.write(
-        tmp_path_factory.mktemp("tiny") / "model",
+        folder / "model",
         tokenizer=model_folder(study.model),
         layers=LAYERS,
         query_heads=QUERY_HEADS,
-        kv_heads=KV_HEADS,
+        kv_heads=kv_heads,
         head_size=HEAD_SIZE,
         vocabulary=study.model.vocabulary,
     )
@@ -123,31 +122,44 @@ def findings(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def identify(server: Server, heads: int) -> list[dict[str, Any]]:
+    """Both ranks' identities: each has ``heads`` KV heads in its caches and exactly its part of the weight files."""
+    identities: Any = rpc.call(
+        server.base_url, "kvqual_identity", {"parts": ["layers", "parameters", "scales"]}, timeout_s=LIMIT_S
+    )
+    assert [found["rank"] for found in identities] == list(range(RANKS))
+    for found in identities:
+        assert [layer["cache_shape"][1] for layer in found["layers"]] == [heads] * LAYERS
+        parameters = found["parameters"]
+        assert parameters["loaded"] == parameters["expected"]
+        assert parameters["now"] == parameters["expected"]
+    return list(identities)
+
+
+def check_healthy(records: list[dict[str, Any]]) -> None:
+    """Nothing found on any rank, and nothing left unchecked."""
+    for record in records:
+        assert findings(record) == []
+        assert record["row_map"]["self_test"] == "caught"
+        assert record["layers"] == LAYERS
+        # Every scheduled row in both layers, by each rank for its own heads.
+        assert record["routing"]["writes_checked"] == record["row_map"]["checked"] * LAYERS > 0
+        assert record["routing"]["cells_checked"] > 0
+        assert record["placement"]["rows_checked"] == record["routing"]["writes_checked"]
+
+
 @pytest.mark.parametrize("arm", ["native", "reference", "candidate"])
-def test_each_rank_answers_for_its_heads(arm: str, model: Path, tmp_path: Path) -> None:
+def test_each_rank_answers_for_its_heads(arm: str, tmp_path: Path) -> None:
     """Each rank holds its slices of weights and heads and checks healthy; a fault on rank 1 is found there only."""
     (tmp_path / "stranger.py").write_text(STRANGER)
     selection = two_ranks(arm, tmp_path)
-    with serving(selection, model, tmp_path / "server.log") as server:
-        identities: Any = rpc.call(server.base_url, "kvqual_identity", {"parts": ["layers", "parameters", "scales"]})
-        assert [found["rank"] for found in identities] == list(range(RANKS))
-        for found in identities:
-            assert [layer["cache_shape"][1] for layer in found["layers"]] == [KV_HEADS // RANKS] * LAYERS
-            parameters = found["parameters"]
-            assert parameters["loaded"] == parameters["expected"]
-            assert parameters["now"] == parameters["expected"]
+    with serving(selection, write_model(tmp_path), tmp_path / "server.log") as server:
+        identities = identify(server, KV_HEADS // RANKS)
         first, second = (found["parameters"]["expected"] for found in identities)
         sharded = {name for name in first if first[name] != second[name]}
         assert sharded == {name for name in first if "norm" not in name}
 
-        for record in oracle(server, selection, None):
-            assert findings(record) == []
-            assert record["row_map"]["self_test"] == "caught"
-            assert record["layers"] == LAYERS
-            # Every written cell of every step, in both layers: per cell one K and one V of the rank's one head.
-            assert record["routing"]["writes_checked"] == record["row_map"]["checked"] * LAYERS
-            assert record["routing"]["cells_checked"] > 0
-            assert record["placement"]["rows_checked"] == record["routing"]["writes_checked"]
+        check_healthy(oracle(server, selection, None))
         healthy, broken = oracle(server, selection, "stranger:plant")
         # Layer 1 is the last: what it attends is summed over the ranks, but no later cache depends on it.
         assert findings(healthy) == []
@@ -157,3 +169,12 @@ def test_each_rank_answers_for_its_heads(arm: str, model: Path, tmp_path: Path) 
         assert rpc.call(server.base_url, "hold", 4, timeout_s=10) == [{"found": False}] * RANKS
         taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=10)
         assert taps == [{"installed": False, "faults": 0}] * RANKS
+
+
+def test_one_kv_head_is_kept_by_both_ranks(tmp_path: Path) -> None:
+    """With fewer KV heads than ranks each rank keeps the head, K and V weights included, and both check healthy."""
+    selection = two_ranks("candidate", tmp_path)
+    with serving(selection, write_model(tmp_path, kv_heads=1), tmp_path / "server.log") as server:
+        first, second = (found["parameters"]["expected"] for found in identify(server, 1))
+        assert first["model.layers.0.self_attn.qkv_proj.weight"] != second["model.layers.0.self_attn.qkv_proj.weight"]
+        check_healthy(oracle(server, selection, None))
