@@ -79,6 +79,11 @@ def release() -> dict[str, object]:
     }
 
 
+def held() -> int:
+    """Blocks that are held now; 0 in a process without the scheduler. Nothing is timed while there are any."""
+    return len(_held)
+
+
 def _block_id(block: Any) -> int:
     return int(block.block_id)
 

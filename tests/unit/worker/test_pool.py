@@ -74,6 +74,7 @@ def test_the_top_of_the_pool_stays_free(core: _Core, free: int) -> None:
     top = list(range(BLOCKS - 1, BLOCKS - 1 - free, -1))
     assert core.hold(free) == {"found": True, "blocks": BLOCKS, "held": BLOCKS - 1 - free, "free": top}
     assert core.pool.ids() == top
+    assert pool.held() == BLOCKS - 1 - free
 
 
 def test_release_restores_the_order_of_the_ids(core: _Core) -> None:
@@ -84,6 +85,7 @@ def test_release_restores_the_order_of_the_ids(core: _Core) -> None:
         "found": True, "blocks": BLOCKS, "released": BLOCKS - 4, "free": BLOCKS - 1, "whole": True,
     }  # fmt: skip
     assert core.pool.ids() == list(range(1, BLOCKS))
+    assert pool.held() == 0
 
 
 def test_release_while_a_request_has_blocks(core: _Core) -> None:
