@@ -1,4 +1,4 @@
-"""Run an oracle panel through an arm with the worker's oracles switched on: one pass, healthy or with a seeded fault."""
+"""Run an oracle panel through an arm with the worker's oracles on: one pass, healthy or with a seeded fault."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def capture_oracle(
     ]
     requests = [*requests[rotation:], *requests[:rotation]]
     if free_blocks is not None:
-        rpc.call(server.base_url, "kvqual_pool_hold", free_blocks, timeout_s=timeout_s)
+        rpc.call(server.base_url, "kvqual_hold_blocks", free_blocks, timeout_s=timeout_s)
     try:
         return _windowed(server, requests, fault, probe, fills, schedule, wave_size, timeout_s, progress)
     finally:
         if free_blocks is not None:
-            rpc.call(server.base_url, "kvqual_pool_release", timeout_s=timeout_s)
+            rpc.call(server.base_url, "kvqual_release_blocks", timeout_s=timeout_s)
 
 
 def _windowed(

@@ -326,22 +326,23 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self.kvqual_unplant()
         return {"rank": int(self.rank), **record}
 
-    def kvqual_pool_hold(self, free_blocks: int) -> dict[str, object]:
+    def kvqual_hold_blocks(self, free_blocks: int) -> dict[str, object]:
         """Holds all but the last ``free_blocks`` of the engine's blocks; see :func:`pytest_kvqual.worker.pool.hold`."""
         return pool.hold(free_blocks)
 
-    def kvqual_pool_release(self) -> dict[str, object]:
+    def kvqual_release_blocks(self) -> dict[str, object]:
         """Gives the held blocks back."""
         return pool.release()
 
     def kvqual_taps(self) -> dict[str, object]:
-        """Whether any tap or fault is in place."""
+        """Whether any tap or fault is in place, and how many blocks of the pool are held."""
         return {
             "installed": any(
                 held is not None and held.installed
                 for held in (self._kvqual_window, self._kvqual_dispatch, self._kvqual_inputs)
             ),
             "faults": len(self.kvqual_undo),
+            "held": pool.held(),
         }
 
     def kvqual_plant(self, fault: str) -> dict[str, object]:
