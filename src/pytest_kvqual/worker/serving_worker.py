@@ -161,10 +161,6 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         """The declared encoding of a layer's cells."""
         return self._kvqual_formats[name]
 
-    def kvqual_codec(self, layer: str) -> formats.Format:
-        """The declared encoding of a layer's cells."""
-        return self._kvqual_formats[layer]
-
     def kvqual_metadata_builders(self) -> list[Any]:
         """The attention metadata builders of this rank."""
         return [
