@@ -32,6 +32,9 @@ _SAMPLE_TOKENS = 64
 _KEPT_ROWS = 256
 """Rows of a step that are kept as the step before, per layer."""
 
+_NUMBERS = 1 << 20
+"""Requests of one window that are told apart by their fingerprints."""
+
 FILLS = fills.NAMES
 SECTIONS = ("row_map", "stale-maps", "routing", "shifted-outputs", "placement", "replay")
 CONDITIONS = (
@@ -117,6 +120,7 @@ class Window:
         probe: K, V and queries that the backend gets are replaced by fingerprints
             (:mod:`pytest_kvqual.oracles.fingerprints`).
         fills: Every attention call is made again with unwritten cells filled (:mod:`pytest_kvqual.oracles.fills`).
+        seed: Of the fingerprints: what an earlier window left in the cache must not look like this one's.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Window:
         rounding: float,
         probe: bool = False,
         fills: bool = False,
+        seed: int = 0,
     ) -> None:
         self._layers = {view.name: _Layer(view=view, number=number) for number, view in enumerate(layers)}
         self._first = layers[0]
@@ -142,7 +147,7 @@ class Window:
         self._unseen: list[tuple[str, int]] = []
         self._awaited: dict[str, int] = {}
         self._recycled: set[int] = set()
-        self._numbers = 0
+        self._numbers = seed * _NUMBERS
         self._plan: StepPlan | None = None
         self._batch = 0
         self._maps: object = None

@@ -44,6 +44,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self.kvqual_config: WorkerConfig = decode_config(vllm_config.additional_config)
         self.kvqual_undo: list[Callable[[], None]] = []
         self._kvqual_window: OracleTaps | None = None
+        self._kvqual_windows = 0
         self._kvqual_dispatch: DispatchReader | None = None
         self._kvqual_inputs: StepInputs | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
@@ -288,9 +289,11 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
             probe=asked.get("probe") is True,
             fills=asked.get("fills") is True,
+            seed=self._kvqual_windows,
         )
         window.install()
         self._kvqual_window = window
+        self._kvqual_windows += 1
         return {"installed": True, "fault": fault}
 
     def _views(self) -> list[LayerView]:

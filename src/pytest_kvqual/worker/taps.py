@@ -52,6 +52,7 @@ class OracleTaps:
         rounding: Rounding unit of the model's 16-bit type.
         probe: See :class:`pytest_kvqual.oracles.window.Window`.
         fills: See there.
+        seed: See there.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class OracleTaps:
         rounding: float,
         probe: bool = False,
         fills: bool = False,
+        seed: int = 0,
     ) -> None:
         self._layers = dict(layers)
         self._runner = runner
         self._attributes = Attributes()
         self._scheduled: Any = None
-        self.window = Window(views, block_size=block_size, rounding=rounding, probe=probe, fills=fills)
+        self.window = Window(views, block_size=block_size, rounding=rounding, probe=probe, fills=fills, seed=seed)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
