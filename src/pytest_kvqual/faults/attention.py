@@ -69,7 +69,8 @@ def last_page_length_is_sequence_length(worker: Any) -> None:
 
 def tail_position_dropped(worker: Any) -> None:
     """The last position of a request, which is the row's own, is not read."""
-    _decode_lengths(worker, lambda call: call.lengths - 1)
+    # Of two positions one would be left: the output of the row before, which is another fault.
+    _decode_lengths(worker, lambda call: call.lengths - (call.lengths > 2).to(call.lengths.dtype))
 
 
 def position_behind_the_last_read(worker: Any) -> None:
@@ -372,12 +373,12 @@ def _window(worker: Any, seen_of: Any) -> None:
 
 def window_one_short_in_decode(worker: Any) -> None:
     """A single row does not count its own position as one of the window."""
-    _window(worker, lambda n, p, c, w: c > p - w + (n == 1))
+    _window(worker, lambda n, p, c, w: c > p - w + int(n == 1))
 
 
 def window_one_long_in_decode(worker: Any) -> None:
     """A single row sees one position more than the window holds."""
-    _window(worker, lambda n, p, c, w: c > p - w - (n == 1))
+    _window(worker, lambda n, p, c, w: c > p - w - int(n == 1))
 
 
 def window_of_the_first_row(worker: Any) -> None:
@@ -387,7 +388,7 @@ def window_of_the_first_row(worker: Any) -> None:
 
 def ring_starts_before_it_is_full(worker: Any) -> None:
     """The start of a ring of the window's size is the length modulo it, also while the ring is not full."""
-    _window(worker, lambda n, p, c, w: (c > p - w) & ((p + 1 >= w) | (c < torch.clamp(2 * (p + 1) - w, min=1))))
+    _window(worker, lambda n, p, c, w: (c > p - w) & ((p + 1 >= w) | (c < 2 * (p + 1) - w)))
 
 
 # -- rows of several kinds --------------------------------------------------------------------------------------------
@@ -412,7 +413,9 @@ def prompt_row_with_decode_length(worker: Any) -> None:
         decode = (call.counts == 1).nonzero().flatten()
         lengths = call.lengths.clone()
         if decode.numel():
-            lengths = torch.maximum(torch.full_like(lengths, int(lengths[decode[0]])), call.counts.to(lengths.dtype))
+            # At least two positions before the rows: of none, the first row would be that of position 0.
+            fewest = (call.counts + 2).to(lengths.dtype)
+            lengths = torch.minimum(torch.full_like(lengths, int(lengths[decode[0]])).maximum(fewest), lengths)
         call.run(lengths=torch.where(call.counts == 1, call.lengths, lengths))
 
     wrap_attention(worker, change)

@@ -94,12 +94,12 @@ def output_depends_on_batch_index(worker: Any) -> None:
 
 
 def output_depends_on_step_number(worker: Any) -> None:
-    """Every second step is rounded the other way."""
+    """About every second step, by its number since the start, is rounded the other way."""
     step = Step(worker)
 
     def change(call: Call) -> None:
         call.run()
-        if step.number % 3 == 0:
+        if step.number * 2654435761 >> 13 & 1:
             rows = int(call.starts[-1])
             call.output[:rows] = _one_more(call.output[:rows])
 

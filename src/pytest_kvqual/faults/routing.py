@@ -115,7 +115,7 @@ def continuation_written_through_stale_tail(worker: Any) -> None:
     The reader has the right table.
     """
     size = worker.kvqual_block_size()
-    wide = torch.zeros(0)
+    wide = torch.zeros(0, 0)
 
     def slots_of(step: Step, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         nonlocal wide

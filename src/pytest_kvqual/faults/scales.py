@@ -131,8 +131,13 @@ def v_viewed_as_e5m2(worker: Any) -> None:
 
 
 def cast_without_clamp(worker: Any) -> None:
-    """The cast to E4M3 does not clamp first: what lies beyond its range becomes NaN."""
-    override(worker, "cast", lambda kernel, original, x: x.to(torch.float8_e4m3fn).view(torch.uint8))
+    """The cast to E4M3 does not clamp first: what lies beyond 464 becomes the byte of NaN."""
+
+    def change(kernel: Any, original: Any, values: Any) -> object:
+        # Written out: whether torch saturates in this cast depends on its version.
+        return torch.where(values.abs() > 464.0, 0x7F, original(values)).to(torch.uint8)
+
+    override(worker, "cast", change)
 
 
 def weights_cast_to_e4m3(worker: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,7 @@ class Scenario:
         options: Further arguments of the engine.
         prepare: Changes the engine before anything is planted.
         probe: Whether K, V and queries may be replaced by fingerprints in a second pass.
+        garbage: Whether the pool starts with random bytes, NaN among them, instead of what earlier requests left.
     """
 
     drive: Callable[[TransferEngine, Turn], None]
@@ -44,12 +45,17 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[TransferEngine], None] | None = None
     probe: bool = True
+    garbage: bool = False
 
     def engine(self) -> TransferEngine:
         """A new engine of this scenario."""
         factors = {"k_factors": (1.0, 0.75, 1.5), "v_factors": (0.5, 1.0, 1.25)} if self.kv_format == "k8v8" else {}
         backend = Exemplar(self.kv_format, mode=self.mode, splits=4, **factors)  # type: ignore[arg-type]  # two of its own
         engine = TransferEngine(backend=backend, kv_format=self.kv_format, **self.options)
+        if not self.garbage:
+            fill_pool(engine)
+        for layer in engine.kvqual_layers().values():
+            layer.attn_backend = SimpleNamespace(kvqual_name=f"EXEMPLAR-{self.kv_format}")
         if self.prepare is not None:
             self.prepare(engine)
         return engine
@@ -196,6 +202,21 @@ def _round_queries(engine: TransferEngine) -> None:
     engine.project = project  # type: ignore[method-assign]  # a seam
 
 
+def fill_pool(engine: TransferEngine) -> None:
+    """What earlier requests left: K and V of the model's own magnitude in every cell, small numbers between blocks.
+
+    A pool of random bytes holds NaN, which any gate objects to.
+    """
+    generator = torch.Generator().manual_seed(engine.seed + 1)
+    for layer in engine.kvqual_layers().values():
+        layer.pool.view(torch.uint8).bitwise_and_(0x37)
+        blocks, heads, size, _ = layer.kv_cache.shape
+        key, value = torch.randn(2, blocks * size, heads, layer.impl.head_size, generator=generator).to(engine.dtype)
+        cells = layer.codec.encode(key, value, layer.v_scale_declared)
+        layer.codec.place(layer.kv_cache, torch.arange(blocks * size), cells)
+
+
+_WINDOWED = {"windows": (WINDOW,), "evict": True, "prefix_cache": False}
 _TWO_HEADS = Geometry(query_heads=4, kv_heads=2, head_size=16, block_size=8)
 
 SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
@@ -209,7 +230,9 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "splits": Scenario(drive=core, mode="kv-splits"),
         "static": Scenario(drive=core, options={"static": (6, 48)}),
         "drafts": Scenario(drive=drafts),
-        "window": Scenario(drive=windowed, options={"windows": (WINDOW,), "evict": True, "prefix_cache": False}),
+        "garbage": Scenario(drive=core, garbage=True),
+        "sixteen": Scenario(drive=core, kv_format="k16v16"),
+        "window": Scenario(drive=windowed, options=_WINDOWED),
         "cascade": Scenario(drive=cascade, mode="cascade"),
         "long": Scenario(drive=long),
         "prefixes": Scenario(drive=prefixes),

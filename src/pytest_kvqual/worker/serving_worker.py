@@ -161,6 +161,10 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         """The declared encoding of a layer's cells."""
         return self._kvqual_formats[name]
 
+    def kvqual_codec(self, layer: str) -> formats.Format:
+        """The declared encoding of a layer's cells."""
+        return self._kvqual_formats[layer]
+
     def kvqual_metadata_builders(self) -> list[Any]:
         """The attention metadata builders of this rank."""
         return [
@@ -361,6 +365,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         """Profiles every layer's cache update and attention until :meth:`kvqual_dispatch_finish`."""
         if self._kvqual_dispatch is not None:
             raise WorkerError("a dispatch reading is open already")
+        if self._kvqual_window is not None:
+            # The oracles' own operators would count as the layer's.
+            raise WorkerError("an oracle window is open, expected none during a dispatch reading")
         reader = DispatchReader(self.kvqual_layers())
         reader.start()
         self._kvqual_dispatch = reader
