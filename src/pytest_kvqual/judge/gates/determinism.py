@@ -15,8 +15,8 @@ A digest is that of a step's graph inputs: tokens, block table, sequence lengths
 3. The policy. ``order-invariant``: the tokens of all three runs are equal. ``rotation-diagnostic``: those of
    ``original`` and ``original-again`` are equal; how ``rotated`` differs is reported. ``natural`` is reported only.
 4. The graph inputs of each of the three runs are there for each rank, of as many ranks as
-   ``engine.tensor_parallel_size``, in order, with one digest per step and at least 2 steps. Within a run not all digests
-   are equal, and the digests of ``rotated`` are not those of ``original``.
+   ``engine.tensor_parallel_size``, in order, with one digest per step and at least 2 steps. Within a run not all
+   digests are equal, and the digests of ``rotated`` are not those of ``original``.
 5. The stored comparison is the one that follows from the records.
 6. Null: the control's own evidence keeps rules 1 to 5.
 7. Poison: the records captured under each planted fault, of any requests of the panel in all three runs, break rule 3.
