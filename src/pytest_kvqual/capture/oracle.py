@@ -1,12 +1,12 @@
-"""Run the oracle panel through an arm with the worker's oracles switched on, once healthy or with one seeded fault."""
+"""Run an oracle panel through an arm with the worker's oracles switched on: one pass, healthy or with a seeded fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.capture.quality import Progress, Target, _request, record, send_all
+from pytest_kvqual.capture.quality import Progress, Target, record, request, send_all
 from pytest_kvqual.errors import CaptureError, KvqualError
 from pytest_kvqual.server import rpc
 
@@ -21,7 +21,11 @@ def capture_oracle(
     server: Target,
     panel: Panel,
     *,
-    fault: str | None,
+    fault: str | None = None,
+    probe: bool = False,
+    fills: bool = False,
+    free_blocks: int | None = None,
+    rotation: int = 0,
     model: str,
     schedule: Schedule = "waves",
     wave_size: int,
@@ -34,6 +38,11 @@ def capture_oracle(
         server: The arm's server.
         panel: Prompts, each with an output limit or with targets.
         fault: The fault that the worker seeds for this pass and withdraws after it; None for a healthy pass.
+        probe: K, V and queries are replaced by fingerprints (:mod:`pytest_kvqual.oracles.fingerprints`).
+        fills: Every attention call is made again with unwritten cells filled (:mod:`pytest_kvqual.oracles.fills`).
+        free_blocks: All but the last so many blocks of the pool are held during the pass, so that requests live at its
+            top, use blocks again, and are preempted and resumed. None leaves the pool alone.
+        rotation: The requests are sent in the panel's order, rotated by so many.
         model: The served model's name.
         schedule: How the requests reach the engine.
         wave_size: Requests per wave, or in flight for ``natural``.
@@ -49,10 +58,32 @@ def capture_oracle(
         ServerError: A worker call failed.
     """
     requests = [
-        _request(model, "oracle", index, item, item.max_tokens or len(item.targets), item.targets)
+        request(model, "oracle", index, item, item.max_tokens or len(item.targets), item.targets)
         for index, item in enumerate(panel.items)
     ]
-    rpc.call(server.base_url, "kvqual_oracle_start", {"fault": fault}, timeout_s=timeout_s)
+    requests = [*requests[rotation:], *requests[:rotation]]
+    if free_blocks is not None:
+        rpc.call(server.base_url, "kvqual_pool_hold", free_blocks, timeout_s=timeout_s)
+    try:
+        return _windowed(server, requests, fault, probe, fills, schedule, wave_size, timeout_s, progress)
+    finally:
+        if free_blocks is not None:
+            rpc.call(server.base_url, "kvqual_pool_release", timeout_s=timeout_s)
+
+
+def _windowed(
+    server: Target,
+    requests: Sequence[http.Request],
+    fault: str | None,
+    probe: bool,
+    fills: bool,
+    schedule: Schedule,
+    wave_size: int,
+    timeout_s: float,
+    progress: Progress | None,
+) -> dict[str, object]:
+    options = {"fault": fault, "probe": probe, "fills": fills}
+    rpc.call(server.base_url, "kvqual_oracle_start", options, timeout_s=timeout_s)
     responses: list[http.Response] = []
 
     def keep(response: http.Response) -> None:

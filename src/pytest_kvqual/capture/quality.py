@@ -80,7 +80,7 @@ def capture_parity(
     items = list(enumerate(panel.items))
     if order == "reverse":
         items.reverse()
-    requests = [_request(model, "parity", index, item, item.max_tokens, ()) for index, item in items]
+    requests = [request(model, "parity", index, item, item.max_tokens, ()) for index, item in items]
     return _run(server, requests, writer, order, schedule, wave_size, timeout_s, progress, f"parity ({order})")
 
 
@@ -116,7 +116,7 @@ def capture_nll(
         CaptureError: A request failed; all records are written first.
     """
     items = list(enumerate(panel.items))[:documents]
-    requests = [_request(model, "nll", index, item, len(item.targets), item.targets) for index, item in items]
+    requests = [request(model, "nll", index, item, len(item.targets), item.targets) for index, item in items]
     return _run(server, requests, writer, "forward", schedule, wave_size, timeout_s, progress, "nll")
 
 
@@ -175,9 +175,10 @@ def record(response: http.Response, order: Order) -> dict[str, object]:
     }
 
 
-def _request(
+def request(
     model: str, task: str, index: int, item: PanelItem, max_tokens: int, targets: Sequence[int]
 ) -> http.Request:
+    """The request of one panel item; its request id is used once in the life of a server."""
     return http.completion(
         id=item.id,
         index=index,

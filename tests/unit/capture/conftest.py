@@ -75,7 +75,7 @@ class FakeEngine:
         if path in self.fail_paths:
             self.reply(handler, self.fail_paths[path], '{"error": "told to fail"}')
             return
-        if path == "/pause?mode=keep":
+        if path == "/pause?mode=keep&clear_cache=false":
             self.calls.append("pause")
             self.running.clear()
             self.reply(handler, 200, "{}")
