@@ -5,6 +5,7 @@ What is captured, under which names; nothing here knows a gate's rule. A failed 
 
 from __future__ import annotations
 
+import base64
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import CaptureError, KvqualError
 
 if TYPE_CHECKING:
+    from pytest_kvqual.capture.quality import Writer
     from pytest_kvqual.evidence.bundle import Bundle
     from pytest_kvqual.evidence.records import Scope
     from pytest_kvqual.hooks import Progress
@@ -26,10 +28,16 @@ if TYPE_CHECKING:
     from pytest_kvqual.study.panels import Panel
 
 IDENTITY, IDENTITY_POISON, IDENTITY_AFTER = "identity.json", "identity-poison.json", "identity-after.json"
+DISPATCH, DISPATCH_AFTER = "dispatch.json", "dispatch-after.json"
 ORACLE = "oracle.json"
+ORDERS, ORDER_INPUTS = "determinism.jsonl", "determinism-inputs.json"
+ORDER_COMPARISON = "order-comparison.json"
 PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
 NLL, NLL_AGAIN = "nll.jsonl", "nll-again.jsonl"
 SERVER_LOG, REFERENCE_LOG, REFERENCE_CONFIG = "server.log", "reference.log", "reference-config.json"
+
+ORDER_POISON_PROMPTS: Final = 8
+"""How many prompts are sent in each order under a planted fault: one that differs shows it."""
 
 PROGRESS_S: Final = 10.0
 """Least time between two lines about one step, in seconds."""
@@ -73,6 +81,21 @@ def load_task_panel(selection: Selection, task: str) -> Panel:
     )
 
 
+def pass_panels(selection: Selection) -> dict[str, Panel]:
+    """The requests of each pass of the oracle panel, by the pass's name.
+
+    Raises:
+        StudyError: The panel is missing, malformed or another's.
+    """
+    rules, whole = selection.study.oracle, load_task_panel(selection, "oracle")
+    short = _up_to(whole, rules.short_prompt_tokens)
+    return {name: short if name in ("pressure", "rotated") else whole for name in rules.passes}
+
+
+def _up_to(panel: Panel, tokens: int) -> Panel:
+    return replace(panel, items=tuple(item for item in panel.items if len(item.prompt) <= tokens))
+
+
 class Observed(TypedDict):
     """``identity.json``."""
 
@@ -89,6 +112,26 @@ class Activity:
     begun_ns: int = field(default_factory=monotonic_ns)
     busy_ns: int = 0
     boots: list[tuple[str, float]] = field(default_factory=list)
+
+
+class _Answers:
+    """A writer that notes the tokens of each answer by run and request, beside keeping the record."""
+
+    def __init__(self, writer: Writer, answers: dict[str, dict[str, tuple[int, ...]]]) -> None:
+        self._writer = writer
+        self._answers = answers
+
+    def append(self, record: dict[str, object]) -> None:
+        """Keep one record."""
+        from pytest_kvqual.errors import EvidenceError
+        from pytest_kvqual.tasks.completion import parse_answer
+
+        self._writer.append(record)
+        # An answer that cannot be read is the judge's to object to.
+        with suppress(EvidenceError):
+            known = {key: value for key, value in record.items() if key != "run"}
+            answer = parse_answer(known, origin="determinism", logprobs=False)
+            self._answers.setdefault(str(record["run"]), {})[answer.id] = answer.token_ids
 
 
 class Attempt:
@@ -125,6 +168,7 @@ class Attempt:
         self._server: Server | None = None
         self._closed = False
         self._identity: list[object] | None = None
+        self._dispatch: list[dict[str, object]] = []
         self.failure: KvqualError | None = None
         self._bundle: Bundle = Bundle.create(run_dir, scope, prefix=prefix)
 
@@ -203,6 +247,7 @@ class Attempt:
             if not gone:
                 server.check()
                 self._unchanged(server)
+                self._keep_dispatch()
             if server.alive():
                 self._count_activity(server)
         finally:
@@ -233,6 +278,8 @@ class Attempt:
                     self._count_activity(server)
                 server.stop()
                 self._bundle.seal(SERVER_LOG)
+        with suppress(KvqualError):
+            self._keep_dispatch()
         with suppress(KvqualError):
             self._bundle.fail(self.failure.line())
 
@@ -268,9 +315,18 @@ class Attempt:
                         f"was captured is not of the server in {IDENTITY}",
                         advice=f"compare it with {self.path / IDENTITY_AFTER}",
                     )
-        if any(_part(rank, "installed") is not False or _part(rank, "faults") != 0 for rank in taps):
+        if any(
+            _part(rank, "installed") is not False or _part(rank, "faults") != 0 or _part(rank, "held") != 0
+            for rank in taps
+        ):
             raise CaptureError(
-                f"{self._label}: found taps or faults in place after the captures, expected none: {taps}"
+                f"{self._label}: found taps, faults or held blocks after the captures, expected none: {taps}"
+            )
+
+    def _keep_dispatch(self) -> None:
+        if self._dispatch and not self.has(DISPATCH_AFTER):
+            self._bundle.write(
+                DISPATCH_AFTER, {"schema": 1, "arm": self._selection.arm.name, "readings": self._dispatch}
             )
 
     def _count_activity(self, server: Server) -> None:
@@ -336,21 +392,61 @@ class Attempt:
             "sockets": [[it.address, it.port] for it in self._live().sockets()],
         }
 
+    def dispatch(self, faults: Sequence[str]) -> None:
+        """Which kernels each layer runs, healthy and under each planted fault: ``dispatch.json``."""
+        self._say("dispatch")
+        first = self._dispatched()
+        poison = []
+        for number, fault in enumerate(faults, start=1):
+            self._say(f"dispatch, seeded faults {number}/{len(faults)}")
+            with self._planted(fault):
+                poison.append({"fault": fault, "ranks": self._dispatched()})
+        self._bundle.write(
+            DISPATCH,
+            {
+                "schema": 1,
+                "arm": self._selection.arm.name,
+                "readings": [{"after": "boot", "ranks": first}],
+                "poison": poison,
+            },
+        )
+        self._dispatch = [{"after": "boot", "ranks": first}]
+
+    def _dispatched(self) -> list[object]:
+        from pytest_kvqual.capture.dispatch import read_dispatch
+
+        study = self._selection.study
+        item = load_task_panel(self._selection, "oracle").items[1]
+        return read_dispatch(self._live(), item, model=study.model.name, timeout_s=study.engine.request_timeout_s)
+
+    def _dispatched_again(self, after: str) -> None:
+        """Read the kernels once more: what was just captured ran on those of ``dispatch.json``.
+
+        Raises:
+            CaptureError: A layer runs something else than at the start.
+        """
+        if not self._dispatch:
+            return
+        ranks = self._dispatched()
+        self._dispatch.append({"after": after, "ranks": ranks})
+        if ranks != self._dispatch[0]["ranks"]:
+            raise CaptureError(
+                f"{self._label}: found other kernels after {after} than at the start, expected the same: a layer fell "
+                "back to another implementation",
+                advice=f"compare {self.path / DISPATCH} with {self.path / DISPATCH_AFTER}",
+            )
+
     def oracle(self, faults: Sequence[tuple[str, str]]) -> None:
-        """One pass of the oracle panel, healthy; then of its short prompts under each fault (name, claiming gate)."""
+        """The passes of the oracle panel, healthy; then its shortest prompts under each fault (name, claiming gate)."""
         from pytest_kvqual.capture.oracle import capture_oracle
 
-        panel = load_task_panel(self._selection, "oracle")
-        study = self._selection.study
+        study, rules = self._selection.study, self._selection.study.oracle
 
-        limit = study.oracle.poison_prompt_tokens
-        short = replace(panel, items=tuple(item for item in panel.items if len(item.prompt) <= limit))
-
-        def one(fault: str | None, what: str) -> dict[str, object]:
+        def one(panel: Panel, what: str, **options: object) -> dict[str, object]:
             return capture_oracle(
                 self._live(),
-                panel if fault is None else short,
-                fault=fault,
+                panel,
+                **options,  # type: ignore[arg-type]  # those of the table below
                 model=study.model.name,
                 schedule=study.schedule,
                 wave_size=self._selection.length.wave_size,
@@ -358,16 +454,73 @@ class Attempt:
                 progress=self._steps(what),
             )
 
-        healthy = one(None, "oracle")
+        options: dict[str, dict[str, object]] = {
+            "model": {},
+            "probe": {"probe": True, "fills": True},
+            "pressure": {"free_blocks": rules.free_blocks},
+            "rotated": {"rotation": rules.rotation},
+        }
+        passes = []
+        for name, panel in pass_panels(self._selection).items():
+            found = one(panel, f"oracle, {name}", **options[name])
+            passes.append({"name": name, "records": found["records"], "wave": found["responses"]})
+            self._keep_reproducers(name, found["records"])
         entries = []
+        brief = _up_to(load_task_panel(self._selection, "oracle"), rules.poison_prompt_tokens)
         for number, (fault, gate) in enumerate(faults, start=1):
-            found = one(fault, f"oracle, seeded faults {number}/{len(faults)},")
+            found = one(
+                brief,
+                f"oracle, seeded faults {number}/{len(faults)},",
+                fault=fault,
+                probe=True,
+                fills=gate == "replay",
+            )
             entries.append(
                 {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
             )
-        self._bundle.write(
-            ORACLE, {"schema": 1, "healthy": healthy["records"], "wave": healthy["responses"], "poison": entries}
-        )
+        self._bundle.write(ORACLE, {"schema": 2, "passes": passes, "poison": entries})
+        self._dispatched_again("oracle")
+
+    def _keep_reproducers(self, name: str, records: object) -> None:
+        """What ``kvqual replay`` checks, one file per finding that brought one."""
+        for rank in records if isinstance(records, list) else ():
+            for entry in rank.get("reproducers", ()):
+                file = f"reproducer-{name}-{entry['gate']}-rank{rank['rank']}.npz"
+                (self.path / file).write_bytes(base64.b64decode(entry["npz"]))
+                self._bundle.seal(file)
+                self._say(f"a finding of {entry['gate']}: kvqual replay {self.path / file}")
+
+    def determinism(self, faults: Sequence[str]) -> None:
+        """The parity panel in several orders: records, the inputs of each step, and how the answers differ."""
+        from pytest_kvqual.capture.orders import capture_orders
+        from pytest_kvqual.tasks import orders
+
+        study, rules = self._selection.study, self._selection.study.oracle
+        panel = load_task_panel(self._selection, "parity")
+        answers: dict[str, dict[str, tuple[int, ...]]] = {}
+
+        def one(name: str, part: Panel, runs: Sequence[str], what: str, rotation: int) -> dict[str, list[object]]:
+            with self._bundle.stream(name) as writer:
+                return capture_orders(
+                    self._live(),
+                    part,
+                    _Answers(writer, answers if name == ORDERS else {}),
+                    runs=runs,
+                    rotation=rotation,
+                    model=study.model.name,
+                    wave_size=self._selection.length.wave_size,
+                    timeout_s=study.engine.request_timeout_s,
+                    progress=self._steps(what),
+                )
+
+        inputs = one(ORDERS, panel, orders.RUNS, "determinism", rules.rotation)
+        self._bundle.write(ORDER_INPUTS, {"schema": 1, "runs": inputs})
+        self._bundle.write(ORDER_COMPARISON, orders.comparison(study.determinism, answers))
+        brief = replace(panel, items=panel.items[:ORDER_POISON_PROMPTS])
+        for fault in faults:
+            with self._planted(fault):
+                one(poisoned(ORDERS, fault), brief, orders.REQUIRED, "determinism, seeded fault,", rules.rotation)
+        self._dispatched_again("determinism")
 
     def parity(
         self, name: str, order: Literal["forward", "reverse"], *, fault: str | None = None, prompts: int | None = None

@@ -16,22 +16,28 @@ import contextlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.attempt import (
+    DISPATCH,
     IDENTITY,
     IDENTITY_POISON,
     NLL,
     NLL_AGAIN,
     ORACLE,
+    ORDER_COMPARISON,
+    ORDER_INPUTS,
+    ORDERS,
     PARITY,
     PARITY_REVERSE,
     REFERENCE,
     Activity,
     Attempt,
     load_task_panel,
+    pass_panels,
     poisoned,
     python_of,
 )
@@ -42,12 +48,14 @@ from pytest_kvqual.judge.verdict import Outcome, Verdict
 if TYPE_CHECKING:
     from pytest_kvqual.evidence.reader import Reader
     from pytest_kvqual.evidence.records import Scope
-    from pytest_kvqual.faults import Fault
     from pytest_kvqual.hooks import Options, Progress
     from pytest_kvqual.judge.sequence import Refusal, Standing
     from pytest_kvqual.receipt.statement import Receipt
     from pytest_kvqual.receipt.write import Receipts
     from pytest_kvqual.study.model import Arm, Selection, Study
+
+ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
+"""The gates that are judged on one document, ``oracle.json``."""
 
 FREE_BYTES: Final = 256 << 20
 """Space that must be free in the run directory before a server boots: evidence and logs of one run, with a margin."""
@@ -223,8 +231,9 @@ class Campaign:
     def _judge(self, gate: str) -> Verdict:
         judges: Mapping[str, Callable[[], Verdict]] = {
             "identity": self._identity,
-            "routing": self._routing,
-            "placement": self._placement,
+            "dispatch": self._dispatch,
+            **{name: partial(self._oracle, name) for name in ORACLE_GATES},
+            "determinism": self._determinism,
             "parity": self._parity,
             "nll": self._nll,
         }
@@ -250,26 +259,65 @@ class Campaign:
             faults=self._faults("identity"),
         )
 
-    def _routing(self) -> Verdict:
-        from pytest_kvqual.judge.gates import routing
+    def _dispatch(self) -> Verdict:
+        from pytest_kvqual.judge.gates import dispatch
 
-        return routing.judge(
+        return dispatch.judge(
             self.study,
-            load_task_panel(self.selection, "oracle"),
-            candidate=self._own().document(ORACLE),
-            null=self._null().document(ORACLE),
-            faults=self._faults("routing"),
+            arm=self.selection.arm.name,
+            null_arm=self._null_arm().name,
+            candidate=self._own().document(DISPATCH),
+            null=self._null().document(DISPATCH),
+            faults=self._faults("dispatch"),
         )
 
-    def _placement(self) -> Verdict:
-        from pytest_kvqual.judge.gates import placement
+    def _oracle(self, gate: str) -> Verdict:
+        from importlib import import_module
 
-        return placement.judge(
+        module = import_module(f"pytest_kvqual.judge.gates.{gate.replace('-', '_')}")
+        verdict: Verdict = module.judge(
             self.study,
             load_task_panel(self.selection, "oracle"),
+            arm=self.selection.arm.name,
+            null_arm=self._null_arm().name,
             candidate=self._own().document(ORACLE),
             null=self._null().document(ORACLE),
-            faults=self._faults("placement"),
+            faults=self._faults(gate),
+            panels=pass_panels(self.selection),
+        )
+        return verdict
+
+    def _determinism(self) -> Verdict:
+        from pytest_kvqual.judge.gates import determinism
+
+        def evidence(reader: Reader) -> determinism.Evidence:
+            return determinism.Evidence(
+                records=reader.records(ORDERS),
+                inputs=reader.document(ORDER_INPUTS),
+                comparison=reader.document(ORDER_COMPARISON),
+            )
+
+        faults = self._faults("determinism")
+        return determinism.judge(
+            self.study,
+            load_task_panel(self.selection, "parity"),
+            candidate=evidence(self._own()),
+            null=evidence(self._null()),
+            poison={fault: self._own().records(poisoned(ORDERS, fault)) for fault in faults},
+            faults=faults,
+            earlier_failures=self._earlier_failures("determinism"),
+        )
+
+    def _earlier_failures(self, gate: str) -> tuple[str, ...]:
+        """The receipts of ``gate`` in this run directory that say FAIL of this arm, length and pool, of any lock."""
+        scope = self._own_scope()
+        place = (scope.arm, scope.length, scope.cache_bytes)
+        return tuple(
+            receipt.name
+            for receipt in self._receipts().receipts
+            if receipt.gate == gate
+            and receipt.outcome is Outcome.FAIL
+            and (receipt.scope.arm, receipt.scope.length, receipt.scope.cache_bytes) == place
         )
 
     def _parity(self) -> Verdict:
@@ -312,17 +360,13 @@ class Campaign:
         return (self._null_arm(), *(arm for arm in others if arm != self._null_arm() and "nll" in self._gates))
 
     def _faults(self, gate: str) -> tuple[str, ...]:
-        """The names of the faults that ``gate`` claims and that this arm can show."""
-        return tuple(fault.name for fault in self._live_faults() if fault.claimed_by == gate)
+        """The names of the faults that each qualification plants against ``gate`` and that this arm can show."""
+        from pytest_kvqual.faults.seeded import seeded
 
-    def _live_faults(self) -> tuple[Fault, ...]:
-        from pytest_kvqual.faults import FAULTS
-
-        return tuple(
-            # Without scales there is none to drop.
-            fault
-            for fault in FAULTS.values()
-            if fault.name != "v-scale-dropped-on-read" or self.selection.arm.scales is not None
+        return seeded(
+            gate,
+            scales=self.selection.arm.scales is not None,
+            rotation_may_differ=self.study.determinism == "rotation-diagnostic",
         )
 
     def _reading_fault(self) -> str:
@@ -334,8 +378,14 @@ class Campaign:
         fault = self._reading_fault()
         names = {
             "identity": (IDENTITY, IDENTITY_POISON),
-            "routing": (ORACLE,),
-            "placement": (ORACLE,),
+            "dispatch": (DISPATCH,),
+            **dict.fromkeys(ORACLE_GATES, (ORACLE,)),
+            "determinism": (
+                ORDERS,
+                ORDER_INPUTS,
+                ORDER_COMPARISON,
+                *(poisoned(ORDERS, name) for name in self._faults("determinism")),
+            ),
             "parity": (PARITY, poisoned(PARITY, fault), REFERENCE),
             "nll": (NLL, poisoned(NLL, fault)),
         }
@@ -347,8 +397,9 @@ class Campaign:
             return (IDENTITY, NLL) if "nll" in gates else ()
         names = {
             "identity": (IDENTITY,),
-            "routing": (ORACLE,),
-            "placement": (ORACLE,),
+            "dispatch": (DISPATCH,),
+            **dict.fromkeys(ORACLE_GATES, (ORACLE,)),
+            "determinism": (ORDERS, ORDER_INPUTS, ORDER_COMPARISON),
             "parity": (PARITY, PARITY_REVERSE),
             "nll": (NLL, NLL_AGAIN),
         }
@@ -390,8 +441,12 @@ class Campaign:
         with self._begin(replace(self.selection, arm=arm), scope) as attempt:
             attempt.boot()
             attempt.identity()
+            if DISPATCH in names:
+                attempt.dispatch(())
             if ORACLE in names:
                 attempt.oracle(())
+            if ORDERS in names:
+                attempt.determinism(())
             if PARITY in names:
                 attempt.parity(PARITY, "forward")
                 attempt.parity(PARITY_REVERSE, "reverse")
@@ -437,8 +492,12 @@ class Campaign:
                 attempt.boot()
                 attempt.identity()
                 attempt.identity_poison(self._faults("identity"))
-            if gate in ("routing", "placement") and not attempt.has(ORACLE):
-                attempt.oracle([(name, claims) for claims in ("routing", "placement") for name in self._faults(claims)])
+            if gate == "dispatch" and not attempt.has(DISPATCH):
+                attempt.dispatch(self._faults(gate))
+            if gate in ORACLE_GATES and not attempt.has(ORACLE):
+                attempt.oracle([(name, claims) for claims in ORACLE_GATES for name in self._faults(claims)])
+            if gate == "determinism" and not attempt.has(ORDERS):
+                attempt.determinism(self._faults(gate))
             if gate == "parity":
                 self._capture_parity(attempt)
             if gate == "nll" and not attempt.has(NLL):

@@ -46,6 +46,7 @@ def study() -> Study:
             block_size=1,
             max_num_seqs=1,
             max_num_batched_tokens=1,
+            tensor_parallel_size=1,
             flags=(),
             environment={},
             unset=(),
@@ -57,9 +58,20 @@ def study() -> Study:
         schedule="waves",
         determinism="order-invariant",
         gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in GATES),
-        oracle=OracleRules(minimum_cells=1, minimum_rows=1, ambiguous_rows=0.0, poison_prompt_tokens=1),
+        oracle=OracleRules(
+            passes=("model",),
+            conditions=("mixed",),
+            minimum_cells=1,
+            minimum_rows=1,
+            ambiguous_rows=0.0,
+            short_prompt_tokens=1,
+            poison_prompt_tokens=1,
+            free_blocks=8,
+            rotation=1,
+        ),
         parity=ParityRules(panel=FOLDER, prompts=1, max_tokens=1),
         nll=NllRules(documents=1, decode_steps=1, margin_nats=0.01, confidence=0.95, poison_documents=1),
+        waivers=(),
     )
 
 

@@ -148,7 +148,7 @@ def test_a_busy_port(gates: Runner, frozen: Path, monkeypatch: pytest.MonkeyPatc
     result.stdout.fnmatch_lines(
         [
             f"identity: INCONCLUSIVE: control native: found port {port} of 127.0.0.1 in use, expected it free*",
-            "routing: REFUSED: no standing receipt of identity: failed *",
+            "routing: REFUSED: no standing receipt of identity: failed*",
         ]
     )
     assert "Traceback" not in result.stdout.str()

@@ -56,6 +56,8 @@ HF_HUB_OFFLINE = "1"
 role = "control"
 attention_backend = "CPU_ATTN"
 kv_format = "cpu-attn-bf16"
+cache_dtype = "torch.bfloat16"
+kernels = ["*cpu_attention*"]
 
 [arms.reference]
 role = "control"
@@ -84,10 +86,15 @@ wave_size = 2
 panels = { nll = "panels/nll-32.json", oracle = "panels/oracle-32.json" }
 
 [oracle]
+passes = ["model", "probe"]
+conditions = ["mixed", "chunked"]
 minimum_cells = 10
 minimum_rows = 5
 ambiguous_rows = 0.01
+short_prompt_tokens = 400
 poison_prompt_tokens = 400
+free_blocks = 8
+rotation = 1
 
 [parity]
 panel = "panels/parity.json"
@@ -105,7 +112,11 @@ poison_documents = 2
 state = "required"
 [gates.dispatch]
 state = "planned"
+[gates.stale-maps]
+state = "required"
 [gates.routing]
+state = "required"
+[gates.shifted-outputs]
 state = "required"
 [gates.placement]
 state = "required"
@@ -129,6 +140,13 @@ timing = true
 [gates.superiority]
 state = "planned"
 timing = true
+
+[[waivers]]
+arm = "native"
+gate = "replay"
+finding = "nan-fill"
+reproducer = "docs/findings.md#nan"
+reason = "Known."
 """
 
 

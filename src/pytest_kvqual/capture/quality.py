@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.errors import CaptureError
+from pytest_kvqual.errors import CaptureError, KvqualError
+from pytest_kvqual.server import rpc
 
 if TYPE_CHECKING:
     from pytest_kvqual.study.model import Schedule
@@ -80,7 +82,7 @@ def capture_parity(
     items = list(enumerate(panel.items))
     if order == "reverse":
         items.reverse()
-    requests = [_request(model, "parity", index, item, item.max_tokens, ()) for index, item in items]
+    requests = [request(model, "parity", index, item, item.max_tokens, ()) for index, item in items]
     return _run(server, requests, writer, order, schedule, wave_size, timeout_s, progress, f"parity ({order})")
 
 
@@ -116,8 +118,29 @@ def capture_nll(
         CaptureError: A request failed; all records are written first.
     """
     items = list(enumerate(panel.items))[:documents]
-    requests = [_request(model, "nll", index, item, len(item.targets), item.targets) for index, item in items]
+    requests = [request(model, "nll", index, item, len(item.targets), item.targets) for index, item in items]
     return _run(server, requests, writer, "forward", schedule, wave_size, timeout_s, progress, "nll")
+
+
+@contextmanager
+def bracket(server: Target, start: str, finish: str, *args: object, timeout_s: float) -> Iterator[list[object]]:
+    """Call the worker method ``start`` with ``args`` before the block, and ``finish`` after it, whatever happens in it.
+
+    Yields a list that holds what each rank's ``finish`` returned once the block has ended. Where the block raises, that
+    is the error to report, and one of ``finish`` is not.
+
+    Raises:
+        ServerError: A worker call failed.
+    """
+    results: list[object] = []
+    rpc.call(server.base_url, start, *args, timeout_s=timeout_s)
+    try:
+        yield results
+    except BaseException:
+        with suppress(KvqualError):
+            rpc.call(server.base_url, finish, timeout_s=timeout_s)
+        raise
+    results.extend(rpc.call(server.base_url, finish, timeout_s=timeout_s))
 
 
 def waves(requests: Sequence[http.Request], size: int) -> list[Sequence[http.Request]]:
@@ -175,9 +198,10 @@ def record(response: http.Response, order: Order) -> dict[str, object]:
     }
 
 
-def _request(
+def request(
     model: str, task: str, index: int, item: PanelItem, max_tokens: int, targets: Sequence[int]
 ) -> http.Request:
+    """The request of one panel item; its request id is used once in the life of a server."""
     return http.completion(
         id=item.id,
         index=index,

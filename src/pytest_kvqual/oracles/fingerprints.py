@@ -103,7 +103,10 @@ def targets(
     before = torch.maximum(own - 1, first[:, None])
     listed = candidates[place] if candidates.numel() else own.expand_as(choice)
     found = torch.where(extra == 0, own, torch.where(extra == 1, before, first[:, None].expand_as(choice)))
-    return torch.where(extra < 0, listed, found)
+    looked = torch.where(extra < 0, listed, found)
+    # One head of each row looks at the row's own position: else two rows could look at the same positions in all heads.
+    looked[:, layer % query_heads] = positions
+    return looked
 
 
 def spikes(keys: torch.Tensor, at: torch.Tensor, *, softmax_scale: float, dtype: torch.dtype) -> torch.Tensor:

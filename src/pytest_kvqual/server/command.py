@@ -83,6 +83,7 @@ def engine_arguments(
         str(engine.max_num_batched_tokens),
         "--kv-cache-memory-bytes",
         str(selection.cache_bytes),
+        *(("--tensor-parallel-size", str(engine.tensor_parallel_size)) if engine.tensor_parallel_size > 1 else ()),
         "--worker-cls",
         worker_class,
         *(flag for processor in logits_processors for flag in ("--logits-processors", processor)),

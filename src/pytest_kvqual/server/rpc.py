@@ -42,7 +42,8 @@ def pause(base_url: str, *, timeout_s: float = 60.0) -> None:
     Raises:
         ServerError: The engine did not confirm it.
     """
-    post(base_url, "/pause?mode=keep", None, timeout_s=timeout_s, what="pause")
+    # clear_cache=false: else vLLM 0.32 preempts what runs and empties the prefix cache, whatever the mode.
+    post(base_url, "/pause?mode=keep&clear_cache=false", None, timeout_s=timeout_s, what="pause")
 
 
 def resume(base_url: str, *, timeout_s: float = 60.0) -> None:

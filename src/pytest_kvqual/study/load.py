@@ -1,7 +1,7 @@
 """Read a study's declaration: TOML in, frozen records out. Nothing is filled in that a study must say itself.
 
 History of the format:
-    1: arms, lengths, panels, and the rules of identity, routing, placement, parity and nll.
+    1: arms, lengths, panels, and the rules of identity, the oracle gates, dispatch, determinism, parity and nll.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pytest_kvqual._decode import Table, nearest, one_line
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study.model import (
     Arm,
+    Determinism,
     Engine,
     GatePlan,
     GateState,
@@ -29,17 +30,39 @@ from pytest_kvqual.study.model import (
     Schedule,
     Selection,
     Study,
+    Waiver,
 )
 
-__all__ = ["GATES", "TIMING_GATES", "Selection", "find_study", "load_study", "select", "studies_folder"]
+__all__ = [
+    "CONDITIONS",
+    "GATES",
+    "ORACLE_GATES",
+    "PASSES",
+    "TIMING_GATES",
+    "Selection",
+    "find_study",
+    "load_study",
+    "select",
+    "studies_folder",
+]
 
 SCHEMA: Final = 1
 STUDY_FILE: Final = "study.toml"
 
 #: Every gate that a study may list, in the only order in which it may list them.
 GATES: Final = (
-    "identity", "dispatch", "routing", "placement", "replay", "determinism", "parity", "nll", "retrieval", "gsm8k",
-    "recall", "fidelity", "trial", "superiority",
+    "identity", "dispatch", "stale-maps", "routing", "shifted-outputs", "placement", "replay", "determinism", "parity",
+    "nll", "retrieval", "gsm8k", "recall", "fidelity", "trial", "superiority",
+)  # fmt: skip
+#: The gates that read the oracle's records, and whose findings have kinds that a control's waiver can name.
+ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
+#: The passes of the oracle panel that a study may ask for.
+PASSES: Final = ("model", "probe", "pressure", "rotated")
+ROTATED: Final = "rotated"
+#: The conditions of the workload that the oracle counts, and that a study may insist on.
+CONDITIONS: Final = (
+    "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
+    "prefix-hit", "resumed", "padding",
 )  # fmt: skip
 #: The gates that time; each must say ``timing = true``.
 TIMING_GATES: Final = ("trial", "superiority")
@@ -50,22 +73,29 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 _NAME_FORM = "a name of letters, digits, '_', '.' and '-' that begins with a letter or digit"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+_DTYPE = r"torch\.[a-z][a-z0-9_]*"
+_KIND = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
 _TOP = (
     "schema", "name", "platform", "schedule", "determinism", "model", "engine", "arms", "lengths", "oracle", "parity",
-    "nll", "gates",
+    "nll", "gates", "waivers",
 )  # fmt: skip
 _MODEL = ("name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files")
 _ENGINE = (
     "distribution", "version", "block_size", "max_num_seqs", "max_num_batched_tokens", "flags", "boot_timeout_s",
-    "request_timeout_s", "unset", "environment",
+    "request_timeout_s", "unset", "environment", "tensor_parallel_size",
 )  # fmt: skip
 _ARM = (
     "role", "attention_backend", "kv_format", "interpreter", "pythonpath", "flags", "environment", "before_load",
-    "after_init", "scales",
+    "after_init", "scales", "kernels", "kernels_absent", "cache_dtype",
 )  # fmt: skip
 _LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels")
 _PANELS = ("nll", "oracle")
-_NEEDS_PANEL = {"routing": "oracle", "placement": "oracle", "nll": "nll"}
+_NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), "nll": "nll"}
+_ORACLE = (
+    "passes", "conditions", "minimum_cells", "minimum_rows", "ambiguous_rows", "short_prompt_tokens",
+    "poison_prompt_tokens", "free_blocks", "rotation",
+)  # fmt: skip
+_WAIVER = ("arm", "gate", "finding", "reproducer", "reason")
 
 
 def studies_folder() -> Path:
@@ -210,6 +240,11 @@ def _study(top: Table, directory: Path) -> Study:
     nll_table = top.table("nll", known=("documents", "decode_steps", "margin_nats", "confidence", "poison_documents"))
     nll = _nll(nll_table)
     lengths = _lengths(top, directory, engine, nll, gates)
+    determinism = cast(Determinism, top.choice("determinism", ("order-invariant", "rotation-diagnostic")))
+    oracle = _oracle(top.table("oracle", known=_ORACLE))
+    if determinism == "rotation-diagnostic" and ROTATED not in oracle.passes:
+        # Under this policy answers may follow the order, so the oracles must have seen every order.
+        top.fail("oracle.passes", f"no pass '{ROTATED}'", f'one, with determinism = "{determinism}"')
     return Study(
         name=top.string("name", pattern=_NAME, form=_NAME_FORM),
         directory=directory,
@@ -219,17 +254,12 @@ def _study(top: Table, directory: Path) -> Study:
         arms=arms,
         lengths=lengths,
         schedule=cast(Schedule, top.choice("schedule", ("serial", "waves", "natural"))),
-        determinism=(
-            "order-invariant"
-            if top.choice("determinism", ("order-invariant", "rotation-diagnostic")) == "order-invariant"
-            else "rotation-diagnostic"
-        ),
+        determinism=determinism,
         gates=gates,
-        oracle=_oracle(
-            top.table("oracle", known=("minimum_cells", "minimum_rows", "ambiguous_rows", "poison_prompt_tokens"))
-        ),
+        oracle=oracle,
         parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
         nll=nll,
+        waivers=_waivers(top, arms),
     )
 
 
@@ -273,6 +303,9 @@ def _engine(table: Table) -> Engine:
         block_size=table.integer("block_size", minimum=1),
         max_num_seqs=table.integer("max_num_seqs", minimum=1),
         max_num_batched_tokens=table.integer("max_num_batched_tokens", minimum=1),
+        tensor_parallel_size=(
+            table.integer("tensor_parallel_size", minimum=1) if table.has("tensor_parallel_size") else 1
+        ),
         flags=table.strings("flags", ()),
         environment=environment,
         unset=unset,
@@ -307,6 +340,13 @@ def _arm(top: Table, table: Table, name: str, directory: Path) -> Arm:
         before_load=table.strings("before_load", (), pattern=_FUNCTION, form="module:function"),
         after_init=table.strings("after_init", (), pattern=_FUNCTION, form="module:function"),
         scales=None if scales is None else _file(table, "scales", scales, directory, "the scales file"),
+        kernels=table.strings("kernels", ()),
+        kernels_absent=table.strings("kernels_absent", ()),
+        cache_dtype=(
+            table.string("cache_dtype", pattern=_DTYPE, form="a torch dtype, such as torch.uint8")
+            if table.has("cache_dtype")
+            else None
+        ),
     )
 
 
@@ -417,11 +457,56 @@ def _gates(top: Table) -> tuple[GatePlan, ...]:
 
 def _oracle(table: Table) -> OracleRules:
     return OracleRules(
+        passes=_words(table, "passes", PASSES),
+        conditions=_words(table, "conditions", CONDITIONS),
         minimum_cells=table.integer("minimum_cells", minimum=1),
         minimum_rows=table.integer("minimum_rows", minimum=1),
         ambiguous_rows=table.number("ambiguous_rows", minimum=0.0, maximum=1.0),
+        short_prompt_tokens=table.integer("short_prompt_tokens", minimum=1),
         poison_prompt_tokens=table.integer("poison_prompt_tokens", minimum=1),
+        free_blocks=table.integer("free_blocks", minimum=1),
+        rotation=table.integer("rotation", minimum=1),
     )
+
+
+def _words(table: Table, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """A list of known words, at least one and each once."""
+    words = table.strings(key)
+    if not words:
+        table.fail(key, "an empty list", f"at least one of {', '.join(known)}")
+    for index, word in enumerate(words):
+        place = f"{key}[{index}]"
+        if word not in known:
+            table.fail(place, f"'{word}'", f"one of {', '.join(known)}", advice=nearest(word, known))
+        if word in words[:index]:
+            table.fail(place, f"'{word}' a second time", "each once", advice="remove it")
+    return words
+
+
+def _waivers(top: Table, arms: dict[str, Arm]) -> tuple[Waiver, ...]:
+    found: list[Waiver] = []
+    for table in top.tables("waivers", known=_WAIVER) if top.has("waivers") else ():
+        name = table.string("arm")
+        if name not in arms:
+            table.fail("arm", f"the unknown arm '{name}'", f"one of {', '.join(arms)}", advice=nearest(name, arms))
+        if arms[name].role != "control":
+            table.fail(
+                "arm",
+                f"the candidate '{name}'",
+                "a control",
+                advice="a candidate gets no waiver: mend it, not the study",
+            )
+        waiver = Waiver(
+            arm=name,
+            gate=table.choice("gate", ORACLE_GATES),
+            finding=table.string("finding", pattern=_KIND, form="a kind of finding, such as nan-fill"),
+            reproducer=table.string("reproducer", pattern=r".*\S.*", form="where the finding is shown on its own"),
+            reason=table.string("reason", pattern=r".*\S.*", form="a reason in one line"),
+        )
+        if any((waiver.arm, waiver.gate, waiver.finding) == (one.arm, one.gate, one.finding) for one in found):
+            table.fail("finding", f"'{waiver.finding}' of gate {waiver.gate} waived for '{name}' twice", "each once")
+        found.append(waiver)
+    return tuple(found)
 
 
 def _parity(table: Table, directory: Path) -> ParityRules:

@@ -14,6 +14,7 @@ from typing import Literal
 Role = Literal["candidate", "control"]
 GateState = Literal["required", "planned"]
 Schedule = Literal["serial", "waves", "natural"]
+Determinism = Literal["order-invariant", "rotation-diagnostic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,8 @@ class Engine:
     """The engine and the flags that every arm shares.
 
     ``flags`` are command-line tokens given as they stand; ``environment`` is added to every arm's environment and
-    ``unset`` names variables that are removed from it. Times in seconds.
+    ``unset`` names variables that are removed from it. ``tensor_parallel_size`` is the number of ranks, each of which
+    gives a record. Times in seconds.
     """
 
     distribution: str
@@ -46,6 +48,7 @@ class Engine:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    tensor_parallel_size: int
     flags: tuple[str, ...]
     environment: Mapping[str, str]
     unset: tuple[str, ...]
@@ -60,6 +63,10 @@ class Arm:
     ``before_load`` and ``after_init`` name ``module:function`` pairs called as ``function(worker)`` inside the engine's
     worker: the first before the model is built, the second once model and KV caches exist, before warm-up.
     ``interpreter`` is None for the interpreter that runs pytest. ``scales`` is a JSON file of per-layer V scales.
+
+    What each layer must be seen to run: ``kernels`` are patterns (:func:`fnmatch.fnmatchcase`) of which each matches a
+    profiler name, ``kernels_absent`` patterns of which none does. ``cache_dtype`` is the cache tensor's dtype in
+    torch's words (``torch.uint8``), None where any will do.
     """
 
     name: str
@@ -73,6 +80,9 @@ class Arm:
     before_load: tuple[str, ...]
     after_init: tuple[str, ...]
     scales: Path | None
+    kernels: tuple[str, ...]
+    kernels_absent: tuple[str, ...]
+    cache_dtype: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,17 +102,42 @@ class Length:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OracleRules:
-    """Thresholds of the routing and placement gates.
+    """What the oracle gates ask for.
 
-    ``minimum_cells`` and ``minimum_rows``: fewer checked cells or rows is no evidence. ``ambiguous_rows``: the largest
-    share of rows (0 to 1) whose nearest reference is not unique within tolerance. ``poison_prompt_tokens``: a seeded
-    fault is shown the requests of the oracle panel whose prompts are at most this long.
+    ``passes`` are the healthy passes of the oracle panel, by name, each captured once. ``conditions`` are the words of
+    the workload's conditions (``chunked``, ``reused-block``), each met at least once over all passes and ranks.
+    ``minimum_cells`` and ``minimum_rows``: fewer cells or rows checked on a rank, over all passes, is no evidence.
+    ``ambiguous_rows``: the largest share of rows (0 to 1) whose nearest reference is not unique within tolerance.
+    ``short_prompt_tokens``: the passes ``pressure`` and ``rotated`` have the requests of the oracle panel whose prompts
+    are at most this long, ``poison_prompt_tokens`` the same for a seeded fault's. ``free_blocks``: how many blocks of
+    the pool are left in the pass ``pressure``. ``rotation``: by how many requests an order is rotated, here and in the
+    determinism gate.
     """
 
+    passes: tuple[str, ...]
+    conditions: tuple[str, ...]
     minimum_cells: int
     minimum_rows: int
     ambiguous_rows: float
+    short_prompt_tokens: int
     poison_prompt_tokens: int
+    free_blocks: int
+    rotation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiver:
+    """A known finding of a control, which does not count against it.
+
+    ``finding`` is the kind under which the oracle of ``gate`` counts it (``nan-fill``). ``reproducer`` says where a
+    reader finds the finding shown on its own, ``reason`` in one line why it is no fault of this arm's use.
+    """
+
+    arm: str
+    gate: str
+    finding: str
+    reproducer: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,15 +181,20 @@ class Study:
     arms: Mapping[str, Arm]
     lengths: Mapping[int, Length]
     schedule: Schedule
-    determinism: Literal["order-invariant", "rotation-diagnostic"]
+    determinism: Determinism
     gates: tuple[GatePlan, ...]
     oracle: OracleRules
     parity: ParityRules
     nll: NllRules
+    waivers: tuple[Waiver, ...]
 
     def controls(self) -> tuple[Arm, ...]:
         """The control arms, in the order of the study."""
         return tuple(arm for arm in self.arms.values() if arm.role == "control")
+
+    def waived(self, arm: str, gate: str) -> tuple[str, ...]:
+        """The kinds of finding of ``gate`` that are waived for ``arm``; none for an arm that is no control."""
+        return tuple(waiver.finding for waiver in self.waivers if (waiver.arm, waiver.gate) == (arm, gate))
 
     def before(self, gate: str) -> tuple[str, ...]:
         """The names of the gates that ``gate`` rests on: all that stand above it in the study's order.

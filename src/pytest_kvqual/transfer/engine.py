@@ -531,6 +531,10 @@ class TransferEngine:
         """Positions of one block."""
         return self.block_size
 
+    def kvqual_codec(self, name: str) -> Format:
+        """The declared encoding of a layer's cells."""
+        return self.kvqual_layers()[name].codec  # type: ignore[no-any-return]  # a namespace
+
     def kvqual_metadata_builders(self) -> list[Builder]:
         """The builder of the steps' metadata."""
         return [self.builder]

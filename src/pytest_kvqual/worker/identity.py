@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from pytest_kvqual.worker.wire import WorkerError
+
 _THREADS = 2
 
 
@@ -83,10 +85,22 @@ def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int,
     return found
 
 
-def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> dict[str, str]:
-    """Digest of each parameter computed from the weight files alone, fused as the model declares.
+def expected_digests(
+    model: torch.nn.Module, folder: Path, dtype: torch.dtype, *, rank: int = 0, size: int = 1
+) -> dict[str, str]:
+    """Digest of each parameter computed from the weight files alone, fused and sharded as the model declares.
 
     The model's ``packed_modules_mapping`` names the file's modules that one parameter stacks along its first axis.
+
+    Args:
+        model: The served model; read for its modules' kinds, never for values.
+        folder: The model folder.
+        dtype: The type that the engine loads floating weights as.
+        rank: This rank's place in its tensor-parallel group.
+        size: The group's size.
+
+    Raises:
+        WorkerError: A tensor of the files cannot be divided over the group.
     """
     from safetensors import safe_open
 
@@ -95,6 +109,7 @@ def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -
         with safe_open(str(path), framework="pt") as listed:
             files.update(dict.fromkeys(listed.keys(), path))
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {}
+    modules = dict(model.named_modules())
     parts: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         owner, _, attribute = name.rpartition(".")
@@ -107,8 +122,50 @@ def expected_digests(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -
         for name, sources in parts.items():
             if all(source in files for source in sources):
                 pieces = [opened[files[source]].get_tensor(source).to(dtype) for source in sources]
+                owner, _, attribute = name.rpartition(".")
+                pieces = _shard(modules[owner], attribute, name, pieces, rank, size)
                 tensors[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     return _digests(tensors)
+
+
+def _shard(
+    module: torch.nn.Module, attribute: str, name: str, pieces: list[torch.Tensor], rank: int, size: int
+) -> list[torch.Tensor]:
+    """The rank's part of each piece of one parameter.
+
+    The rules are those of ``vllm.model_executor.layers.linear`` and ``vocab_parallel_embedding``, restated: a column
+    parallel layer divides its outputs, a row parallel one its inputs (its bias is whole), a vocabulary is padded with
+    zeros and divided, and where a group is larger than the number of KV heads each head is kept by several ranks. The
+    module says its kind and its numbers of heads, not where its shard begins.
+    """
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if getattr(module, "tp_size", 1) == 1:
+        rank, size = 0, 1
+    counts, axis = [size] * len(pieces), 0
+    if "VocabParallelEmbedding" in kinds:
+        padding = int(module.padding_size)  # type: ignore[arg-type]  # an int of the engine's
+        pieces = [
+            torch.cat([piece, piece.new_zeros(-len(piece) % padding, *piece.shape[1:])]) if piece.ndim else piece
+            for piece in pieces
+        ]
+    elif "QKVParallelLinear" in kinds and len(pieces) == 3:
+        shared = min(size, int(module.total_num_kv_heads))  # type: ignore[arg-type]  # an int of the engine's
+        counts = [size, shared, shared]
+    elif "RowParallelLinear" in kinds and attribute == "weight":
+        axis = 1
+    elif "ColumnParallelLinear" not in kinds:
+        return pieces
+    shards = []
+    for piece, count in zip(pieces, counts, strict=True):
+        length = piece.shape[axis]
+        if length % count or size % count:
+            raise WorkerError(
+                f"parameter {name}: axis {axis} has {length} elements, expected a multiple of {count}, as the"
+                f" tensor-parallel size is {size}"
+            )
+        width = length // count
+        shards.append(piece.narrow(axis, rank * count // size * width, width))
+    return shards
 
 
 def _hash_recorded(item: tuple[Path, str]) -> str | None:

@@ -15,7 +15,9 @@ import torch
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.kv import formats
 from pytest_kvqual.oracles.window import LayerView
-from pytest_kvqual.worker import identity, scales
+from pytest_kvqual.worker import identity, pool, scales
+from pytest_kvqual.worker.dispatch import DispatchReader, backend_name
+from pytest_kvqual.worker.step_inputs import StepInputs
 from pytest_kvqual.worker.taps import OracleTaps, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
@@ -42,6 +44,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self.kvqual_config: WorkerConfig = decode_config(vllm_config.additional_config)
         self.kvqual_undo: list[Callable[[], None]] = []
         self._kvqual_window: OracleTaps | None = None
+        self._kvqual_windows = 0
+        self._kvqual_dispatch: DispatchReader | None = None
+        self._kvqual_inputs: StepInputs | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
         self._kvqual_formats: dict[str, formats.Format] = {}
         self._kvqual_bytes: dict[str, tuple[float, float]] = {}
@@ -153,6 +158,10 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         """Tokens per block."""
         return int(self.vllm_config.cache_config.block_size)
 
+    def kvqual_codec(self, name: str) -> formats.Format:
+        """The declared encoding of a layer's cells."""
+        return self._kvqual_formats[name]
+
     def kvqual_metadata_builders(self) -> list[Any]:
         """The attention metadata builders of this rank."""
         return [
@@ -211,10 +220,18 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             record |= self._identity_layers(layers)
         if "parameters" in parts:
             model = self.model_runner.get_model()
+            size = int(self.parallel_config.tensor_parallel_size)
             record["parameters"] = {
                 "loaded": self._kvqual_loaded,
                 "now": identity.served_digests(model, self._kvqual_shapes),
-                "expected": identity.expected_digests(model, self.kvqual_config.model_dir, self.model_config.dtype),
+                "expected": identity.expected_digests(
+                    model,
+                    self.kvqual_config.model_dir,
+                    self.model_config.dtype,
+                    # The innermost of the engine's parallel dimensions.
+                    rank=int(self.rank) % size,
+                    size=size,
+                ),
             }
         if "scales" in parts:
             record["scales"] = {**self._kvqual_scales, "now": scales.snapshot(layers)}
@@ -272,9 +289,11 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
             probe=asked.get("probe") is True,
             fills=asked.get("fills") is True,
+            seed=self._kvqual_windows,
         )
         window.install()
         self._kvqual_window = window
+        self._kvqual_windows += 1
         return {"installed": True, "fault": fault}
 
     def _views(self) -> list[LayerView]:
@@ -306,11 +325,23 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self.kvqual_unplant()
         return {"rank": int(self.rank), **record}
 
+    def kvqual_hold_blocks(self, free_blocks: int) -> dict[str, object]:
+        """Holds all but the last ``free_blocks`` of the engine's blocks; see :func:`pytest_kvqual.worker.pool.hold`."""
+        return pool.hold(free_blocks)
+
+    def kvqual_release_blocks(self) -> dict[str, object]:
+        """Gives the held blocks back."""
+        return pool.release()
+
     def kvqual_taps(self) -> dict[str, object]:
-        """Whether any tap or fault is in place."""
+        """Whether any tap or fault is in place, and how many blocks of the pool are held."""
         return {
-            "installed": self._kvqual_window is not None and self._kvqual_window.installed,
+            "installed": any(
+                held is not None and held.installed
+                for held in (self._kvqual_window, self._kvqual_dispatch, self._kvqual_inputs)
+            ),
             "faults": len(self.kvqual_undo),
+            "held": pool.held(),
         }
 
     def kvqual_plant(self, fault: str) -> dict[str, object]:
@@ -330,15 +361,46 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self.kvqual_undo.pop()()
         return {"undone": undone}
 
+    def kvqual_dispatch_start(self) -> dict[str, object]:
+        """Profiles every layer's cache update and attention until :meth:`kvqual_dispatch_finish`."""
+        if self._kvqual_dispatch is not None:
+            raise WorkerError("a dispatch reading is open already")
+        if self._kvqual_window is not None:
+            # The oracles' own operators would count as the layer's.
+            raise WorkerError("an oracle window is open, expected none during a dispatch reading")
+        reader = DispatchReader(self.kvqual_layers())
+        reader.start()
+        self._kvqual_dispatch = reader
+        return {"installed": True}
+
+    def kvqual_dispatch_finish(self) -> dict[str, object]:
+        """What each layer of this rank is and which kernels it ran since :meth:`kvqual_dispatch_start`."""
+        reader, self._kvqual_dispatch = self._kvqual_dispatch, None
+        if reader is None:
+            raise WorkerError("no dispatch reading is open")
+        return {"rank": int(self.rank), "layers": reader.finish()}
+
+    def kvqual_inputs_start(self) -> dict[str, object]:
+        """Digests the inputs of every step until :meth:`kvqual_inputs_finish`."""
+        if self._kvqual_inputs is not None:
+            raise WorkerError("step inputs are being digested already")
+        inputs = StepInputs(
+            builders=self.kvqual_metadata_builders(), runner=self.model_runner, block_size=self.kvqual_block_size()
+        )
+        inputs.start()
+        self._kvqual_inputs = inputs
+        return {"installed": True}
+
+    def kvqual_inputs_finish(self) -> dict[str, object]:
+        """Steps of this rank since :meth:`kvqual_inputs_start` and the digest of each."""
+        inputs, self._kvqual_inputs = self._kvqual_inputs, None
+        if inputs is None:
+            raise WorkerError("no step inputs are being digested")
+        return {"rank": int(self.rank), **inputs.finish()}
+
     def kvqual_activity(self) -> dict[str, object]:
         """Time spent in engine steps since the start (ns), steps with tokens, and tokens computed."""
         return dict(self._kvqual_activity)
-
-
-def backend_name(layer: Any) -> str:
-    """The attention backend's name: its ``kvqual_name`` where an arm replaced a stock one, else the engine's name."""
-    backend = layer.attn_backend
-    return str(getattr(backend, "kvqual_name", None) or backend.get_name())
 
 
 def _qualified(cls: type) -> str:

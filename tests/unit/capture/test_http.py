@@ -48,7 +48,7 @@ def test_a_wave_is_queued_in_order_while_paused(engine: FakeEngine) -> None:
 
 def test_a_wave_that_cannot_be_paused_sends_nothing(engine: FakeEngine) -> None:
     """Without a confirmed pause there is no wave."""
-    engine.fail_paths["/pause?mode=keep"] = 500
+    engine.fail_paths["/pause?mode=keep&clear_cache=false"] = 500
     with pytest.raises(
         CaptureError, match=r"no paused engine for a wave of 3 requests: /pause.* answered 500: .*told to fail"
     ):

@@ -21,16 +21,21 @@ from pytest_kvqual.study.model import (
     OracleRules,
     ParityRules,
     Study,
+    Waiver,
 )
 from pytest_kvqual.study.panels import Panel, PanelItem
+from pytest_kvqual.tasks import orders
 
 LAYERS: Final = 3
 SCALES: Final = (0.5, 0.25, 0.125)
 SHA: Final = {name: name[0] * 64 for name in ("a", "b", "c", "d")}
 DELETE: Final = object()
+PASSES: Final = ("model", "probe", "rotated")
+CONDITIONS: Final = ("mixed", "chunked")
+ROWS: Final = 16
 
 
-def _arm(name: str, role: Any, backend: str, kv_format: str, scales: Path | None = None) -> Arm:
+def _arm(name: str, role: Any, backend: str, kv_format: str, dtype: str, scales: Path | None = None) -> Arm:
     return Arm(
         name=name,
         role=role,
@@ -43,6 +48,9 @@ def _arm(name: str, role: Any, backend: str, kv_format: str, scales: Path | None
         before_load=(),
         after_init=(),
         scales=scales,
+        kernels=("*attention*", "*cache*"),
+        kernels_absent=("*flash*",),
+        cache_dtype=dtype,
     )
 
 
@@ -68,6 +76,7 @@ def make_study() -> Study:
             block_size=128,
             max_num_seqs=32,
             max_num_batched_tokens=2048,
+            tensor_parallel_size=1,
             flags=(),
             environment={},
             unset=(),
@@ -77,18 +86,31 @@ def make_study() -> Study:
         arms={
             arm.name: arm
             for arm in (
-                _arm("native", "control", "CPU_ATTN", "cpu-attn-bf16"),
-                _arm("reference", "control", "KVQUAL_K16V16", "k16v16"),
-                _arm("candidate", "candidate", "KVQUAL_K16V8", "k16v8", Path("/nowhere/v.json")),
+                _arm("native", "control", "CPU_ATTN", "cpu-attn-bf16", "torch.bfloat16"),
+                _arm("reference", "control", "KVQUAL_K16V16", "k16v16", "torch.bfloat16"),
+                _arm("candidate", "candidate", "KVQUAL_K16V8", "k16v8", "torch.uint8", Path("/nowhere/v.json")),
             )
         },
         lengths={1024: Length(tokens=1024, cache_bytes=4096, max_model_len=1280, wave_size=32, panels={})},
         schedule="waves",
         determinism="order-invariant",
         gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in gates),  # type: ignore[arg-type]  # literals above
-        oracle=OracleRules(minimum_cells=100, minimum_rows=10, ambiguous_rows=0.25, poison_prompt_tokens=400),
+        oracle=OracleRules(
+            passes=PASSES,
+            conditions=CONDITIONS,
+            minimum_cells=1500,
+            minimum_rows=144,
+            ambiguous_rows=0.25,
+            short_prompt_tokens=400,
+            poison_prompt_tokens=400,
+            free_blocks=8,
+            rotation=1,
+        ),
         parity=ParityRules(panel=Path("/nowhere/parity.json"), prompts=3, max_tokens=4),
         nll=NllRules(documents=4, decode_steps=3, margin_nats=0.01, confidence=0.95, poison_documents=2),
+        waivers=(
+            Waiver(arm="native", gate="replay", finding="nan-fill", reproducer="docs/findings.md#nan", reason="Known."),
+        ),
     )
 
 
@@ -157,47 +179,89 @@ def make_record(name: str, index: int, body: str | None, *, order: str = "forwar
     return {"id": name, "order": order, "index": index, "status": 200, "body": body, "error": None}
 
 
-def make_oracle(*, layers: int = LAYERS) -> dict[str, Any]:
-    """An oracle document in order, with one fault for each of the two gates."""
+ORACLE_FAULTS: Final = {
+    "stale-maps": ("stale-block-table", "wrong-table", "layer 0: table row 1 is of the step before"),
+    "routing": ("slot-off-by-one", "wrong-cell", "layer 0: slot 5 is wrong"),
+    "shifted-outputs": ("outputs-shifted", "another-row", "layer 1: row 3 is row 2"),
+    "placement": ("other-layer-cache", "wrong-output", "layer 1: row 3 is another's"),
+    "replay": ("reads-unwritten", "large-fill", "layer 2: row 4 changed under the fill large"),
+}
 
-    def rank(routing: int, placement: int) -> dict[str, Any]:
-        return {
-            "rank": 0,
-            "steps": 9,
-            "layers": layers,
-            "routing": {
-                "cells_checked": 500,
-                "writes_checked": 48,
-                "history_cells": 900,
-                "blocks_compared": 7,
-                "padding_rows": 0,
-                "findings": ["layer 0: slot 5 is wrong"][:routing],
-                "findings_total": routing,
-            },
-            "placement": {
-                "rows_checked": 48,
-                "layers": layers,
-                "ambiguous_rows": 1,
-                "worst_ratio": 0.5,
-                "findings": ["layer 1: row 3 is another's"][:placement],
-                "findings_total": placement,
-            },
-            "row_map": {"checked": 16, "findings": [], "findings_total": 0, "self_test": "caught"},
-            "samples": {},
-        }
+
+def make_rank(
+    *, rank: int = 0, probe: bool = False, fills: bool = False, findings: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """A rank's oracle record in order, but for so many findings of the named gates."""
+    rows = ROWS * LAYERS
+
+    def found(gate: str) -> dict[str, Any]:
+        number = (findings or {}).get(gate, 0)
+        _, kind, line = ORACLE_FAULTS.get(gate, ("", "", ""))
+        return {"findings": [line] * number, "findings_total": number, "kinds": {kind: number} if number else {}}
 
     return {
-        "schema": 1,
-        "healthy": [rank(0, 0)],
-        "wave": [
-            make_record(item.id, index, make_body(item.prompt, [7, 8, 9]))
-            for index, item in enumerate(make_oracle_panel().items)
-        ],
-        "poison": [
-            {"fault": "slot-off-by-one", "claimed_by": "routing", "records": [rank(4, 2)], "responses": []},
-            {"fault": "other-layer-cache", "claimed_by": "placement", "records": [rank(0, 3)], "responses": []},
-        ],
+        "rank": rank,
+        "steps": 9,
+        "layers": LAYERS,
+        "probe": probe,
+        "fills": fills,
+        "rows": {"scheduled": ROWS, "prefix": 0, "recomputed": 0},
+        "conditions": {"mixed": 4, "chunked": 2, "padding": 0},
+        "row_map": {"checked": ROWS, "self_test": "caught", **found("row_map")},
+        "stale-maps": {"tables_compared": 9 * LAYERS, "maps_changed": 8, **found("stale-maps")},
+        "routing": {
+            "cells_checked": 500,
+            "writes_checked": rows,
+            "history_cells": 900,
+            "blocks_compared": 7,
+            "padding_rows": 0,
+            **found("routing"),
+        },
+        "shifted-outputs": {"rows_checked": rows, "layers": LAYERS, "self_test": "caught", **found("shifted-outputs")},
+        "placement": {
+            "rows_checked": rows,
+            "layers": LAYERS,
+            "ambiguous_rows": 1,
+            "worst_ratio": 0.5,
+            **found("placement"),
+        },
+        "replay": {
+            "rows_compared": dict.fromkeys(("nan", "large", "other-request"), rows if fills else 0),
+            "cells_filled": 70 if fills else 0,
+            **found("replay"),
+        },
+        "reproducers": [],
+        "samples": {},
     }
+
+
+def make_oracle(arm: str = "candidate", *, ranks: int = 1) -> dict[str, Any]:
+    """An oracle document in order: three passes, and one fault for each gate. The native arm's NaN fill is found."""
+    wave = [
+        make_record(item.id, index, make_body(item.prompt, [7, 8, 9]))
+        for index, item in enumerate(make_oracle_panel().items)
+    ]
+    passes: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "records": [make_rank(rank=rank, probe=name == "probe", fills=name == "model") for rank in range(ranks)],
+            "wave": wave[::-1] if name == "rotated" else copy.deepcopy(wave),
+        }
+        for name in PASSES
+    ]
+    if arm == "native":
+        for record in passes[0]["records"]:
+            record["replay"] |= {"findings": ["row 4 changed"], "findings_total": 5, "kinds": {"nan-fill": 5}}
+    poison = [
+        {
+            "fault": fault,
+            "claimed_by": gate,
+            "records": [make_rank(rank=rank, fills=True, findings={gate: 3, "routing": 3}) for rank in range(ranks)],
+            "responses": [],
+        }
+        for gate, (fault, _, _) in ORACLE_FAULTS.items()
+    ]
+    return {"schema": 2, "passes": passes, "poison": poison}
 
 
 def make_oracle_panel() -> Panel:
@@ -206,6 +270,81 @@ def make_oracle_panel() -> Panel:
         PanelItem(id=f"r{index}", prompt=tuple(range(index, index + 6)), targets=(), max_tokens=3) for index in range(2)
     )
     return Panel(task="oracle", length=1024, items=items, sha256=SHA["a"])
+
+
+def make_dispatch(study: Study, arm: str) -> dict[str, Any]:
+    """A dispatch document in order: two readings, and one fault under which one layer runs another kernel."""
+    declared = study.arms[arm]
+
+    def ranks(kernel: str = "paged_attention") -> list[dict[str, Any]]:
+        return [
+            {
+                "rank": rank,
+                "layers": {
+                    f"model.layers.{index}.self_attn.attn": {
+                        "backend": declared.attention_backend,
+                        "impl": "PagedImpl",
+                        "cache_dtype": declared.cache_dtype,
+                        "kernels": sorted([kernel if index == 1 else "paged_attention", "write_cache"]),
+                    }
+                    for index in range(LAYERS)
+                },
+            }
+            for rank in range(study.engine.tensor_parallel_size)
+        ]
+
+    return {
+        "schema": 1,
+        "arm": arm,
+        "readings": [{"after": "boot", "ranks": ranks()}, {"after": "oracle", "ranks": ranks()}],
+        "poison": [{"fault": "falls-back", "ranks": ranks("sdpa")}],
+    }
+
+
+ORDERS: Final = {
+    "original": (0, 1, 2),
+    "rotated": (1, 2, 0),
+    "original-again": (0, 1, 2),
+    "natural": (0, 1, 2),
+}
+
+
+def make_orders_records(
+    panel: Panel, answers: Mapping[str, Callable[[int], list[int]]] | None = None
+) -> list[dict[str, Any]]:
+    """The records of four runs in order; ``answers`` gives a run's tokens by the prompt's place."""
+    return [
+        {
+            **make_record(
+                panel.items[index].id,
+                index,
+                make_body(panel.items[index].prompt, (answers or {}).get(run, parity_tokens)(index)),
+            ),
+            "run": run,
+        }
+        for run, places in ORDERS.items()
+        for index in places
+    ]
+
+
+def make_orders_inputs() -> dict[str, Any]:
+    """The graph inputs of three runs in order."""
+    return {
+        "schema": 1,
+        "runs": {
+            run: [{"rank": 0, "steps": 3, "digests": [letter * 64, "d" * 64, "e" * 64]}]
+            for run, letter in (("original", "a"), ("rotated", "b"), ("original-again", "c"))
+        },
+    }
+
+
+def make_comparison(policy: str, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The comparison that follows from records in order."""
+    runs: dict[str, dict[str, list[int]]] = {}
+    for record in records:
+        tokens = json.loads(record["body"])["choices"][0]["token_ids"]
+        runs.setdefault(record["run"], {})[record["id"]] = tokens
+    return orders.comparison(policy, runs)
 
 
 def make_parity_panel() -> Panel:
@@ -288,6 +427,11 @@ class Make:
     study: Callable[[], Study] = make_study
     identity: Callable[[Study, str], dict[str, Any]] = make_identity
     oracle: Callable[..., dict[str, Any]] = make_oracle
+    rank: Callable[..., dict[str, Any]] = make_rank
+    dispatch: Callable[[Study, str], dict[str, Any]] = make_dispatch
+    orders_records: Callable[..., list[dict[str, Any]]] = make_orders_records
+    orders_inputs: Callable[[], dict[str, Any]] = make_orders_inputs
+    comparison: Callable[[str, Sequence[Mapping[str, Any]]], dict[str, Any]] = make_comparison
     body: Callable[..., str] = make_body
     record: Callable[..., dict[str, Any]] = make_record
     oracle_panel: Callable[[], Panel] = make_oracle_panel

@@ -24,5 +24,6 @@ def small_study() -> Study:
         schedule="waves",
         determinism="order-invariant",
         gates=tuple(GatePlan(name=name, state="required", timing=False) for name in ("identity", "routing")),
+        waivers=(),
         **parts,
     )

@@ -85,7 +85,7 @@ def test_pause_keeps_the_requests(answers: Answers) -> None:
     """Pausing uses the mode that keeps requests, and resuming ends it."""
     rpc.pause(answers.base_url)
     rpc.resume(answers.base_url)
-    assert [path for path, _ in answers.asked] == ["/pause?mode=keep", "/resume"]
+    assert [path for path, _ in answers.asked] == ["/pause?mode=keep&clear_cache=false", "/resume"]
 
 
 def test_a_server_that_is_gone_is_named() -> None:

@@ -11,6 +11,7 @@ from tiny_study import TinyStudy
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study import load
 from pytest_kvqual.study.load import GATES, find_study, load_study, select, studies_folder
+from pytest_kvqual.study.model import Waiver
 
 
 def _refusal(tiny: TinyStudy) -> StudyError:
@@ -36,9 +37,33 @@ def test_a_study_is_read_into_records(tiny_study: TinyStudy) -> None:
     assert candidate.scales == tiny_study.folder / "scales" / "candidate-v.json"
     assert (candidate.interpreter, candidate.pythonpath, candidate.after_init) == (None, (), ())
     assert study.lengths[16].panels["nll"] == tiny_study.folder / "panels" / "nll-16.json"
-    assert study.before("routing") == ("identity", "dispatch")
+    assert study.before("routing") == ("identity", "dispatch", "stale-maps")
     assert [gate.name for gate in study.gates if gate.timing] == ["trial", "superiority"]
     assert (study.nll.margin_nats, study.oracle.minimum_cells, study.parity.prompts) == (0.01, 10, 3)
+    assert (study.oracle.passes, study.oracle.conditions) == (("model", "probe"), ("mixed", "chunked"))
+    assert study.engine.tensor_parallel_size == 1
+    native = study.arms["native"]
+    assert (native.kernels, native.kernels_absent, native.cache_dtype) == (("*cpu_attention*",), (), "torch.bfloat16")
+    assert (candidate.kernels, candidate.cache_dtype) == ((), None)
+    assert study.waivers == (
+        Waiver(arm="native", gate="replay", finding="nan-fill", reproducer="docs/findings.md#nan", reason="Known."),
+    )
+
+
+def test_a_waiver_is_of_one_arm_and_one_gate(tiny_study: TinyStudy) -> None:
+    """Only the arm and the gate that a waiver names find it."""
+    study = load_study(str(tiny_study.folder))
+    assert study.waived("native", "replay") == ("nan-fill",)
+    assert study.waived("reference", "replay") == study.waived("native", "routing") == ()
+
+
+def test_ranks_and_kernels_are_declared(tiny_study: TinyStudy) -> None:
+    """The number of ranks and the kernels that must not run arrive in their records."""
+    tiny_study.replace("block_size = 16", "block_size = 16\ntensor_parallel_size = 2")
+    tiny_study.replace("kernels = [", 'kernels_absent = ["*flash*"]\nkernels = [')
+    study = load_study(str(tiny_study.folder))
+    assert study.engine.tensor_parallel_size == 2
+    assert study.arms["native"].kernels_absent == ("*flash*",)
 
 
 def test_an_arms_own_code_and_interpreter_are_found_from_the_study(tiny_study: TinyStudy) -> None:
@@ -58,7 +83,7 @@ def test_an_arms_own_code_and_interpreter_are_found_from_the_study(tiny_study: T
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("wave_size = 4", "wave_size = = 4", "line 56, column 13: found 'Invalid value', expected TOML"),
+        ("wave_size = 4", "wave_size = = 4", "line 58, column 13: found 'Invalid value', expected TOML"),
         ("[arms.reference]", "[arms.native]", "found 'Cannot declare ('arms', 'native') twice' in '[arms.native]'"),
         ("[gates.dispatch]", "[gates.identity]", "found 'Cannot declare ('gates', 'identity') twice'"),
         ('name = "tiny"', 'name = "tiny', "line 2, column 13: found"),
@@ -145,6 +170,54 @@ def test_an_arms_own_code_and_interpreter_are_found_from_the_study(tiny_study: T
         ),
         ("minimum_cells = 10", "minimum_cells = 0", "in 'oracle.minimum_cells': found 0"),
         (
+            'passes = ["model", "probe"]',
+            "passes = []",
+            "in 'oracle.passes': found an empty list, expected at least one of",
+        ),
+        ('passes = ["model", "probe"]', "", "in 'oracle': found no key 'passes'"),
+        (
+            '["model", "probe"]',
+            '["model", "prob"]',
+            "in 'oracle.passes[1]': found 'prob', expected one of model, probe",
+        ),
+        ('["model", "probe"]', '["model", "model"]', "in 'oracle.passes[1]': found 'model' a second time"),
+        ('["mixed", "chunked"]', "[]", "in 'oracle.conditions': found an empty list, expected at least one of mixed"),
+        ('["mixed", "chunked"]', '["mixt"]', "in 'oracle.conditions[0]': found 'mixt', expected one of mixed, chunked"),
+        ('["mixed", "chunked"]', '["mixed", "mixed"]', "in 'oracle.conditions[1]': found 'mixed' a second time"),
+        ("block_size = 16", "block_size = 16\ntensor_parallel_size = 0", "in 'engine.tensor_parallel_size': found 0"),
+        (
+            '"torch.bfloat16"',
+            '"bfloat16"',
+            "in 'arms.native.cache_dtype': found \"bfloat16\" (a string), expected a torch",
+        ),
+        ('kernels = ["*cpu_attention*"]', 'kernels = [""]', "in 'arms.native.kernels[0]': found \"\""),
+        ('kernels = ["*cpu_attention*"]', "kernels_absent = [1]", "in 'arms.native.kernels_absent[0]': found 1"),
+        (
+            'arm = "native"',
+            'arm = "candidate"',
+            "in 'waivers[0].arm': found the candidate 'candidate', expected a control",
+        ),
+        (
+            'arm = "native"',
+            'arm = "nativ"',
+            "in 'waivers[0].arm': found the unknown arm 'nativ', expected one of native",
+        ),
+        ('gate = "replay"', 'gate = "replays"', "in 'waivers[0].gate': found \"replays\" (a string), expected one of"),
+        (
+            'gate = "replay"',
+            'gate = "nll"',
+            "in 'waivers[0].gate': found \"nll\" (a string), expected one of stale-maps",
+        ),
+        ('finding = "nan-fill"', 'finding = "NaN fill"', "in 'waivers[0].finding': found \"NaN fill\" (a string)"),
+        (
+            'reason = "Known."',
+            'reason = ""',
+            "in 'waivers[0].reason': found \"\" (a string), expected a reason in one line",
+        ),
+        ('reason = "Known."', 'reason = "  "', "in 'waivers[0].reason': found \"  \" (a string), expected a reason"),
+        ('reason = "Known."', 'reason = "Known."\nmore = 1', "in 'waivers[0]': found the unknown key 'more'"),
+        ('reproducer = "docs/findings.md#nan"', "", "in 'waivers[0]': found no key 'reproducer'"),
+        (
             "[gates.routing]",
             "[gates.rooting]",
             "in 'gates': found the unknown gate 'rooting', expected one of identity,",
@@ -169,6 +242,24 @@ def test_a_misspelt_gate_or_key_gets_the_name_that_was_meant(tiny_study: TinyStu
     tiny_study.replace("[gates.rooting]", "[gates.routing]")
     tiny_study.replace("kv_format", "kv_fromat")
     assert _refusal(tiny_study).advice == "did you mean 'kv_format'?"
+
+
+def test_a_rotation_that_may_differ_is_seen_by_the_oracles(tiny_study: TinyStudy) -> None:
+    """The diagnostic policy needs the oracles to pass the rotated order too."""
+    tiny_study.replace('determinism = "order-invariant"', 'determinism = "rotation-diagnostic"')
+    assert "in 'oracle.passes': found no pass 'rotated', expected one" in str(_refusal(tiny_study))
+    tiny_study.replace('["model", "probe"]', '["model", "rotated"]')
+    assert load_study(str(tiny_study.folder)).determinism == "rotation-diagnostic"
+
+
+def test_a_finding_is_waived_once(tiny_study: TinyStudy) -> None:
+    """A second waiver of the same arm, gate and kind is refused; of another kind it is not."""
+    text = tiny_study.toml.read_text()
+    again = text[text.index("[[waivers]]") :]
+    tiny_study.toml.write_text(text + again.replace("nan-fill", "large-fill"))
+    assert load_study(str(tiny_study.folder)).waived("native", "replay") == ("nan-fill", "large-fill")
+    tiny_study.toml.write_text(text + again)
+    assert "found 'nan-fill' of gate replay waived for 'native' twice" in str(_refusal(tiny_study))
 
 
 def test_gates_out_of_order_are_refused(tiny_study: TinyStudy) -> None:
@@ -293,3 +384,7 @@ def test_the_embedded_study_is_whole() -> None:
     assert study.directory == studies_folder() / "smollm2-cpu"
     assert list(study.lengths) == [1024, 8192]
     assert [gate.name for gate in study.gates] == [gate for gate in GATES if gate != "gsm8k"]
+    planned = [gate.name for gate in study.gates if gate.state == "planned"]
+    assert planned == ["retrieval", "recall", "fidelity", "superiority"]
+    assert all(arm.kernels and arm.cache_dtype for arm in study.arms.values())
+    assert study.waived("native", "replay") == ("nan-fill",)

@@ -1,18 +1,11 @@
 """Gate 4, placement: every output row is the attention of its own request and position, and of no other row.
 
-The evidence is ``oracle.json`` of the arm (its form: :mod:`pytest_kvqual.judge.gates._oracle`). The rules:
+The evidence is ``oracle.json`` of the arm. Its form and the rules that all oracle gates share (1 to 3 and 5 to 11) are
+those of :mod:`pytest_kvqual.judge.gates._oracle`. This gate's own:
 
-1. The document is of schema 1, with one record per rank, the ranks 0 to n - 1 once each, and at least one step in each.
-2. The row map was checked for every row of the pass and has no finding, and it caught its known permutation.
-3. On every rank, every layer of the model was seen.
-4. On every rank every row of the pass was compared in every layer, and at least ``oracle.minimum_rows`` rows; the
-   share of ambiguous rows is at most ``oracle.ambiguous_rows``; the worst ratio of error to tolerance is at most 1, and
-   NaN is not.
-5. On every rank the oracle has no finding.
-6. The counts agree with each other: as many findings were counted as are kept, or more.
-7. Every request of the panel was answered in the healthy pass, under status 200, and no other.
-8. Null: the control's document keeps rules 1 to 7.
-9. Poison: the oracle has findings under each fault that this gate claims. Every fault of ``faults`` was run.
+4. On every rank of every pass every row was compared in every layer; the share of ambiguous rows is at most
+   ``oracle.ambiguous_rows``; the worst ratio of error to tolerance is at most 1, and NaN is not. Over all passes at
+   least ``oracle.minimum_rows`` rows were compared. A waiver covers findings, never the worst ratio.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from pytest_kvqual._decode import Table
 from pytest_kvqual.judge.gates._conclude import Objections, spelled
-from pytest_kvqual.judge.gates._oracle import complete, judge_oracle, objected
+from pytest_kvqual.judge.gates._oracle import Part, complete, every_layer, judge_oracle, objected, total
 from pytest_kvqual.judge.verdict import Verdict
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import Panel
@@ -35,52 +28,55 @@ def judge(
     study: Study,
     panel: Panel,
     *,
+    arm: str,
+    null_arm: str,
     candidate: Mapping[str, object] | None,
     null: Mapping[str, object] | None,
     faults: Sequence[str] = (),
+    panels: Mapping[str, Panel] | None = None,
 ) -> Verdict:
     """Judge the placement of one arm.
 
-    Args:
-        study: The study; its ``oracle`` rules and its number of layers are what is expected.
-        panel: The oracle panel: the requests of the healthy pass, from which the number of rows follows.
-        candidate: The arm's ``oracle.json``, poison included; None where it is missing.
-        null: A control's ``oracle.json``; its healthy part is the null. None where it is missing.
-        faults: The names of the faults claimed by this gate that must have been run.
+    The arguments are those of :func:`~pytest_kvqual.judge.gates._oracle.judge_oracle`.
     """
     return judge_oracle(
-        GATE, study, panel, section=_section, figure=_figure, candidate=candidate, null=null, faults=faults
+        GATE,
+        study,
+        panel,
+        section=_section,
+        minimums={"rows_checked": study.oracle.minimum_rows},
+        figure=_figure,
+        arm=arm,
+        null_arm=null_arm,
+        candidate=candidate,
+        null=null,
+        faults=faults,
+        panels=panels,
     )
 
 
-def _section(result: Objections, study: Study, rank: Table, where: str, pass_rows: int | None) -> dict[str, object]:
-    section = rank.table(GATE, known=None)
-    counts: dict[str, object] = {"rank": rank.integer("rank"), "layers": section.integer("layers", minimum=0)}
-    if counts["layers"] != study.model.layers:
-        result.gap(3, f"{where}: {counts['layers']} layers were seen, expected {study.model.layers}")
+def _section(result: Objections, part: Part) -> dict[str, object]:
+    section, where = part.rank.table(GATE, known=None), part.where
+    counts: dict[str, object] = {}
+    with result.reading(3):
+        every_layer(result, part, section)
     with result.reading(4):
         rows, ambiguous = section.integer("rows_checked", minimum=0), section.integer("ambiguous_rows", minimum=0)
-        counts["rows_checked"], counts["ambiguous_rows"] = rows, ambiguous
-        if not rows >= max(1, study.oracle.minimum_rows):
-            result.gap(4, f"{where}: rows_checked is {rows}, expected at least {max(1, study.oracle.minimum_rows)}")
-        expected = None if pass_rows is None else pass_rows * study.model.layers
-        complete(result, 4, section, "rows_checked", where, expected)
+        counts |= {"rows_checked": rows, "ambiguous_rows": ambiguous}
+        complete(result, 4, section, "rows_checked", where, part.per_layer(part.scheduled))
+        limit = part.study.oracle.ambiguous_rows
         if ambiguous > rows:
             section.fail("ambiguous_rows", str(ambiguous), f"at most rows_checked, {rows}")
-        if rows and not ambiguous / rows <= study.oracle.ambiguous_rows:
-            result.gap(
-                4,
-                f"{where}: {ambiguous} of {rows} rows are ambiguous, expected at most a share of "
-                f"{study.oracle.ambiguous_rows:g}",
-            )
-        with result.reading(4):
-            ratio = _ratio(section)
-            counts["worst_ratio"] = spelled(ratio)
-            if not ratio <= 1.0:
-                result.find(4, f"{where}: the worst error is {ratio:g} times its tolerance, expected at most 1")
-        # Rule 6 is a contradiction within the record; it is read where the findings are.
-        with result.reading(6):
-            counts["findings_total"] = objected(result, 5, section, where)
+        if rows and not ambiguous / rows <= limit:
+            result.gap(4, f"{where}: {ambiguous} of {rows} rows are ambiguous, expected at most a share of {limit:g}")
+    with result.reading(4):
+        ratio = _ratio(section)
+        counts["worst_ratio"] = spelled(ratio)
+        if not ratio <= 1.0:
+            result.find(4, f"{where}: the worst error is {ratio:g} times its tolerance, expected at most 1")
+    # Rule 6 is a contradiction within the record; it is read where the findings are.
+    with result.reading(6):
+        counts["findings_total"] = objected(result, 5, section, where, part.waived)
     return counts
 
 
@@ -93,8 +89,7 @@ def _ratio(section: Table) -> float:
     return section.number("worst_ratio", minimum=0)
 
 
-def _figure(ranks: Sequence[Mapping[str, object]]) -> str:
-    rows = sum(value for rank in ranks if isinstance(value := rank.get("rows_checked"), int))
-    ratios = [value for rank in ranks if isinstance(value := rank.get("worst_ratio"), int | float)]
-    worst = f"{max(ratios):.3g}" if len(ratios) == len(ranks) and ratios else "unknown"
-    return f"{rows} rows checked, worst error {worst} of its tolerance"
+def _figure(numbers: Sequence[Mapping[str, object]]) -> str:
+    ratios = [value for one in numbers if isinstance(value := one.get("worst_ratio"), int | float)]
+    worst = f"{max(ratios):.3g}" if len(ratios) == len(numbers) and ratios else "unknown"
+    return f"{total(numbers, 'rows_checked')} rows checked, worst error {worst} of its tolerance"

@@ -1,0 +1,54 @@
+"""Faults of what is loaded: weights and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pytest_kvqual.faults.planting import replace
+
+
+def weights_altered(worker: Any) -> None:
+    """One element of one norm weight of the loaded model is changed."""
+    for name, parameter in worker.model_runner.get_model().named_parameters():
+        if name.endswith("norm.weight") and parameter.numel():
+            kept = parameter.data[0].clone()
+            parameter.data[0] = kept * 2 + 1
+
+            def undo(parameter: Any = parameter, kept: Any = kept) -> None:
+                parameter.data[0] = kept
+
+            worker.kvqual_undo.append(undo)
+            return
+    raise RuntimeError("the model has no norm weight to alter")
+
+
+def packed_weights_altered(worker: Any) -> None:
+    """One projection multiplies with a weight of which one element is changed; the parameter itself is untouched."""
+    for module in worker.model_runner.get_model().modules():
+        if hasattr(module, "cpu_linear"):
+            original = module.cpu_linear
+
+            def altered(x: Any, weight: Any, bias: Any, original: Any = original) -> Any:
+                result = original(x, weight, bias).clone()
+                result[..., 0] += x[..., 0]
+                return result
+
+            replace(worker, module, "cpu_linear", altered)
+            return
+    raise RuntimeError("the model has no linear layer whose weight its kernel packed")
+
+
+def scale_copy_altered(worker: Any) -> None:
+    """One layer's V scale differs between the copy that writes and the copy that reads."""
+    layer = list(worker.kvqual_layers().values())[-1]
+    replace(worker, layer, "_v_scale_float", float(layer._v_scale_float) * 2)
+
+
+def scales_left_at_one(worker: Any) -> None:
+    """No layer was given its scales: every copy of both is 1, so that writes and reads agree."""
+    for layer in worker.kvqual_layers().values():
+        for name in [name for name in vars(layer) if name.startswith(("_k_scale", "_v_scale"))]:
+            held = getattr(layer, name)
+            replace(worker, layer, name, torch.ones_like(held) if isinstance(held, torch.Tensor) else 1.0)
