@@ -205,11 +205,11 @@ def test_a_restore_of_other_heads_is_seen_in_every_rank_but_the_first() -> None:
 
 def test_undo_takes_faults_back() -> None:
     """A fault of the live catalogue is planted and taken back."""
-    from pytest_kvqual.faults import live
+    from pytest_kvqual.faults import routing
 
     engine = TransferEngine()
     before = [layer.impl.do_kv_cache_update.__qualname__ for layer in engine.kvqual_layers().values()]
-    live.slot_off_by_one(engine)
+    routing.slot_off_by_one(engine)
     assert [layer.impl.do_kv_cache_update.__qualname__ for layer in engine.kvqual_layers().values()] != before
     engine.undo()
     assert [layer.impl.do_kv_cache_update.__qualname__ for layer in engine.kvqual_layers().values()] == before
