@@ -256,6 +256,8 @@ class Window:
         held = self._requests.get(request)
         if held is not None:
             held.tokens.extend(int(token) for token in tokens)
+            # The last token has no K and V yet; those behind it are of drafts that were rejected.
+            held.computed = min(held.computed, max(0, len(held.tokens) - 1))
 
     def tokens(self, request: str) -> tuple[int, ...]:
         """The tokens known of a request that is live or has left; empty where it was never admitted."""
