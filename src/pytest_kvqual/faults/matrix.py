@@ -105,7 +105,7 @@ def _identity(engine: TransferEngine) -> Iterable[tuple[str, str]]:
     for name, layer in engine.kvqual_layers().items():
         for which in ("k", "v"):
             held, declared = getattr(layer, f"_{which}_scale_float"), getattr(layer, f"{which}_scale_declared")
-            if not held == declared:
+            if held != declared:
                 yield "identity", f"{name}: {which.upper()} scale is {held}, expected {declared}"
 
 
@@ -134,7 +134,7 @@ def _dispatch(readings: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]
     """Every layer ran the declared kernels and is of the declared class, in each reading."""
     for reading in readings:
         for name, layer in reading.items():
-            if layer["kernels"] and not _KERNELS <= set(layer["kernels"]):
+            if layer["kernels"] and not set(layer["kernels"]) >= _KERNELS:
                 missing = ", ".join(sorted(_KERNELS - set(layer["kernels"])))
                 yield "dispatch", f"{name}: {missing} did not run"
             if layer["impl"] != f"{Impl.__module__}.{Impl.__qualname__}":
