@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -96,8 +95,13 @@ def objections(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 def _planted(fault: Fault | None, scenario: Scenario) -> TransferEngine:
     engine = scenario.engine()
     if fault is not None:
-        resolve(fault.plant)(engine)
+        plant(fault, engine)
     return engine
+
+
+def plant(fault: Fault, engine: TransferEngine) -> None:
+    """Plants a fault in an engine; ``engine.undo()`` takes it back."""
+    resolve(fault.plant)(engine)
 
 
 def _identity(engine: TransferEngine) -> Iterable[tuple[str, str]]:
@@ -183,12 +187,6 @@ class _Log:
         self._stack.close()
 
 
-@cache
-def healthy(scenario: str) -> Mapping[str, str]:
-    """The gates that object to a scenario without a fault: none, or nothing that is found in it counts."""
-    return run(None, SCENARIOS[scenario])
-
-
 def cells(faults: Iterable[Fault] = tuple(FAULTS.values())) -> list[Cell]:
     """Runs each fault that can be planted in the transfer engine."""
     return [
@@ -196,22 +194,3 @@ def cells(faults: Iterable[Fault] = tuple(FAULTS.values())) -> list[Cell]:
         for fault in faults
         if "transfer" in fault.where
     ]
-
-
-def counts(found: Iterable[Cell]) -> dict[str, tuple[int, int]]:
-    """Caught and seeded faults of each gate; benign ones are not counted."""
-    table: dict[str, tuple[int, int]] = {}
-    for cell in found:
-        if not cell.fault.benign:
-            caught, seeded = table.get(cell.fault.claimed_by, (0, 0))
-            table[cell.fault.claimed_by] = (caught + cell.right, seeded + 1)
-    return {gate: table[gate] for gate in GATES if gate in table}
-
-
-def by_row(found: Iterable[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each catalogue row, in order."""
-    table: dict[str, list[Cell]] = {}
-    for cell in found:
-        for row in cell.fault.rows:
-            table.setdefault(row, []).append(cell)
-    return dict(sorted(table.items(), key=lambda item: int(item[0].partition("-")[2])))
