@@ -1,4 +1,6 @@
-"""Each seeded fault on the transfer engine: the gate that claims it objects, no gate before it does, benign rows stay green.
+"""Each seeded fault on the transfer engine: the gate that claims it objects, and no gate before it.
+
+Differences that are no fault are met with silence.
 
 No engine and no model: ``pytest qualification/controls``. What was caught of what was seeded is printed at the end, by
 gate and by row of the catalogue of public reports.
@@ -14,8 +16,8 @@ from pytest_kvqual.faults import FAULTS, Fault
 
 pytest.importorskip("torch")
 
-from pytest_kvqual.faults import matrix
-from pytest_kvqual.faults.scenarios import SCENARIOS
+from pytest_kvqual.faults import matrix  # noqa: E402 - torch may be absent
+from pytest_kvqual.faults.scenarios import SCENARIOS  # noqa: E402
 
 pytestmark = [pytest.mark.controls, pytest.mark.cpu]
 

@@ -1,7 +1,7 @@
 """Each seeded fault, in the served arm from its start, turns the run red at the gate that claims it, and not before.
 
-Opt-in: ``pytest qualification/controls -m live_controls``. Each faulty run gets its own folder, ``controls/FAULT`` below
-the run directory. The controls are captured once for all, or taken from an earlier run of the same scope.
+Opt-in: ``pytest qualification/controls -m live_controls``. Each faulty run gets its own folder, ``controls/FAULT``
+below the run directory. The controls are captured once for all, or taken from an earlier run of the same scope.
 """
 
 from __future__ import annotations

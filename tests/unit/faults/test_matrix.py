@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pytest_kvqual.faults import FAULTS, Fault, matrix
-from pytest_kvqual.faults.scenarios import SCENARIOS
+from pytest_kvqual.faults import FAULTS, Fault, matrix  # noqa: E402 - torch may be absent
+from pytest_kvqual.faults.scenarios import SCENARIOS  # noqa: E402
 
 QUICK = (
     "scales-left-at-one",
