@@ -16,8 +16,8 @@ from pytest_kvqual.faults import FAULTS, Fault
 
 pytest.importorskip("torch")
 
-from pytest_kvqual.faults import matrix  # noqa: E402 - torch may be absent
-from pytest_kvqual.faults.scenarios import SCENARIOS  # noqa: E402
+from pytest_kvqual.faults import matrix
+from pytest_kvqual.faults.scenarios import SCENARIOS
 
 pytestmark = [pytest.mark.controls, pytest.mark.cpu]
 

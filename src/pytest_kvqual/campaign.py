@@ -363,7 +363,11 @@ class Campaign:
         """The names of the faults that each qualification plants against ``gate`` and that this arm can show."""
         from pytest_kvqual.faults.seeded import seeded
 
-        return seeded(gate, scales=self.selection.arm.scales is not None)
+        return seeded(
+            gate,
+            scales=self.selection.arm.scales is not None,
+            rotation_may_differ=self.study.determinism == "rotation-diagnostic",
+        )
 
     def _reading_fault(self) -> str:
         """A fault of the read path, so that answers and losses must change."""

@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.add_argument("--prefix", default="", help="as given to the run")
+    replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
+    replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
     return parser
 
 
@@ -92,6 +94,18 @@ def _report(args: argparse.Namespace) -> int:
     for line in found.lines:
         print(line)
     return 0 if found.passed else 1
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from pytest_kvqual.oracles.reproducer import check
+
+    recorded, found = check(args.file)
+    print(f"recorded: {recorded}")
+    for line in found:
+        print(f"found:    {line}")
+    if not found:
+        print("found:    nothing")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from pytest_kvqual import cli, plugin
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
+from pytest_kvqual.oracles import reproducer
 from pytest_kvqual.receipt.statement import build
 from pytest_kvqual.receipt.write import write
 
@@ -27,7 +30,7 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert all(f"    {name} " in out for name in ("freeze", "model", "doctor", "report"))
+    assert all(f"    {name} " in out for name in ("freeze", "model", "doctor", "report", "replay"))
     assert not any(f"    {name} " in out for name in ("plan", "trace", "verify", "audit", "power"))
 
 
@@ -38,6 +41,10 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["model", "nothing"], "kvqual model: found no study 'nothing', expected"),
         (["doctor", "nothing"], "kvqual doctor: found no study 'nothing', expected"),
         (["report", "nowhere"], "kvqual report: nowhere: found no receipt, expected some"),
+        (
+            ["replay", "nowhere.npz"],
+            "kvqual replay: nowhere.npz: cannot be read: No such file or directory, expected a",
+        ),
     ],
 )
 def test_an_error_is_one_line(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,3 +114,66 @@ def test_report_does_not_fall_back_to_an_older_receipt(tmp_path: Path, capsys: p
     assert "PASS" not in out.partition("\n")[2]
     assert "identity  -" in out
     assert "its newest receipt is damaged: receipts/candidate-1024-4096/01-identity-2.json" in out
+
+
+def cells(path: Path, *, found: int) -> Path:
+    """A reproducer of one cell that must hold 7 in its last byte of V."""
+    good = torch.full((1, 2, 3), 7, dtype=torch.uint8)
+    held = good.clone()
+    held[0, 1, 2] = found
+    path.write_bytes(
+        reproducer.pack(
+            "cells",
+            "layers.7: slot 300 does not hold the declared encoding",
+            {
+                "found_k": good,
+                "expected_k": good,
+                "found_v": held,
+                "expected_v": good,
+                "slots": torch.tensor([300]),
+            },
+            layer="layers.7",
+            block_size=128,
+        )
+    )
+    return path
+
+
+def test_replay_of_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was recorded and what is found now are printed; a finding that is reproduced is exit status 1."""
+    assert cli.main(["replay", str(cells(tmp_path / "r.npz", found=9))]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "recorded: layers.7: slot 300 does not hold the declared encoding",
+        "found:    slot 300, V of KV head 1: byte 2 is 0x09, expected 0x07",
+    ]
+    assert err == ""
+
+
+def test_replay_that_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finding that is not reproduced is exit status 0, and the output says that nothing was found."""
+    assert cli.main(["replay", str(cells(tmp_path / "r.npz", found=7))]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["found:    nothing"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data[: len(data) // 2], "cannot be read: "),
+        (lambda data: data.replace(b"slots.npy", b"slits.npy"), "found no array 'slots', expected found_k, "),
+        (lambda data: b"{}", "cannot be read: it is no .npz archive, expected a reproducer"),
+        (lambda data: b"", "cannot be read: "),
+    ],
+    ids=["cut", "an array is missing", "no archive", "empty"],
+)
+def test_replay_of_a_damaged_file(
+    damage: Callable[[bytes], bytes], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that cannot be checked is one line that names it and exit status 2, never a reproduced finding."""
+    path = cells(tmp_path / "r.npz", found=9)
+    path.write_bytes(damage(path.read_bytes()))
+    assert cli.main(["replay", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvqual replay: {path}: {text}")
+    assert err.count("\n") == 1

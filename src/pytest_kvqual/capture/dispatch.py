@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.capture.quality import Target, request, send_all
+from pytest_kvqual.capture.quality import Target, bracket, request, send_all
 from pytest_kvqual.errors import CaptureError
-from pytest_kvqual.server import rpc
 
 if TYPE_CHECKING:
     from pytest_kvqual.study.panels import PanelItem
@@ -24,8 +23,7 @@ def read_dispatch(server: Target, item: PanelItem, *, model: str, timeout_s: flo
         ServerError: A worker call failed.
     """
     responses: list[http.Response] = []
-    rpc.call(server.base_url, "kvqual_dispatch_start", timeout_s=timeout_s)
-    try:
+    with bracket(server, "kvqual_dispatch_start", "kvqual_dispatch_finish", timeout_s=timeout_s) as ranks:
         send_all(
             server,
             [request(model, "dispatch", 0, item, TOKENS, ())],
@@ -34,9 +32,7 @@ def read_dispatch(server: Target, item: PanelItem, *, model: str, timeout_s: flo
             timeout_s=timeout_s,
             on_response=responses.append,
         )
-    finally:
-        ranks = rpc.call(server.base_url, "kvqual_dispatch_finish", timeout_s=timeout_s)
-    if len(responses) != 1 or responses[0].error is not None:
-        trouble = responses[0].error if responses else "no answer"
-        raise CaptureError(f"dispatch: the request failed: {trouble}", advice=f"see {server.log}")
+        if len(responses) != 1 or responses[0].error is not None:
+            trouble = responses[0].error if responses else "no answer"
+            raise CaptureError(f"dispatch: the request failed: {trouble}", advice=f"see {server.log}")
     return ranks

@@ -23,8 +23,8 @@ _ACCEPT_POLL_S = 0.001
 # From a request's dispatch until the engine's log shows it; a 8,000-token prompt takes some 20 ms.
 _ACCEPT_LIMIT_S = 30.0
 _CONTROL_LIMIT_S = 60.0
-# Without clear_cache=false vLLM 0.32 preempts what runs and empties the prefix cache at each pause, and refuses to pause
-# while some block of the pool is held (vllm/v1/engine/core.py, _finish_pause), although it documents otherwise.
+# Without clear_cache=false vLLM 0.32 preempts what runs and empties the prefix cache at each pause, and refuses to
+# pause while some block of the pool is held (vllm/v1/engine/core.py, _finish_pause), although it documents otherwise.
 _PAUSE = "/pause?mode=keep&clear_cache=false"
 # After the server refused to resume, requests that it holds would wait for ever.
 _ABANDON_S = 2.0

@@ -1,20 +1,17 @@
-"""Run an oracle panel through an arm with the worker's oracles switched on: one pass, healthy or with a seeded fault."""
+"""Run an oracle panel through an arm with the worker's oracles on: one pass, healthy or with a seeded fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.capture.quality import Progress, Target, record, request, send_all
-from pytest_kvqual.errors import CaptureError, KvqualError
-from pytest_kvqual.server import rpc
+from pytest_kvqual.capture.quality import Progress, Target, bracket, record, request, send_all
+from pytest_kvqual.errors import CaptureError
 
 if TYPE_CHECKING:
     from pytest_kvqual.study.model import Schedule
     from pytest_kvqual.study.panels import Panel
-
-Call = Callable[..., list[object]]
 
 
 def capture_oracle(
@@ -62,28 +59,6 @@ def capture_oracle(
         for index, item in enumerate(panel.items)
     ]
     requests = [*requests[rotation:], *requests[:rotation]]
-    if free_blocks is not None:
-        rpc.call(server.base_url, "kvqual_pool_hold", free_blocks, timeout_s=timeout_s)
-    try:
-        return _windowed(server, requests, fault, probe, fills, schedule, wave_size, timeout_s, progress)
-    finally:
-        if free_blocks is not None:
-            rpc.call(server.base_url, "kvqual_pool_release", timeout_s=timeout_s)
-
-
-def _windowed(
-    server: Target,
-    requests: Sequence[http.Request],
-    fault: str | None,
-    probe: bool,
-    fills: bool,
-    schedule: Schedule,
-    wave_size: int,
-    timeout_s: float,
-    progress: Progress | None,
-) -> dict[str, object]:
-    options = {"fault": fault, "probe": probe, "fills": fills}
-    rpc.call(server.base_url, "kvqual_oracle_start", options, timeout_s=timeout_s)
     responses: list[http.Response] = []
 
     def keep(response: http.Response) -> None:
@@ -91,26 +66,23 @@ def _windowed(
         if progress is not None:
             progress(len(responses), len(requests))
 
-    finished = False
-    try:
+    with ExitStack() as brackets:
+        if free_blocks is not None:
+            held = bracket(server, "kvqual_hold_blocks", "kvqual_release_blocks", free_blocks, timeout_s=timeout_s)
+            brackets.enter_context(held)
+        # Closed also after a failure: a fault left planted would poison what follows.
+        options = {"fault": fault, "probe": probe, "fills": fills}
+        window = bracket(server, "kvqual_oracle_start", "kvqual_oracle_finish", options, timeout_s=timeout_s)
+        records = brackets.enter_context(window)
         send_all(server, requests, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
-        finished = True
-    finally:
-        try:
-            # Also after a failure: a fault left planted would poison what follows.
-            records = rpc.call(server.base_url, "kvqual_oracle_finish", timeout_s=timeout_s)
-        except KvqualError:
-            if finished:
-                raise
-            records = []
-    failed = [response for response in responses if response.error is not None]
-    if failed or len(responses) != len(requests):
-        first = failed[0] if failed else None
-        raise CaptureError(
-            f"oracle pass (fault {fault}): found {len(requests) - len(responses) + len(failed)} of {len(requests)} "
-            f"requests failed, expected none; first: {first and f'{first.id!r}: {first.error}'}",
-            advice=f"see {server.log}",
-        )
+        failed = [response for response in responses if response.error is not None]
+        if failed or len(responses) != len(requests):
+            first = failed[0] if failed else None
+            raise CaptureError(
+                f"oracle pass (fault {fault}): found {len(requests) - len(responses) + len(failed)} of "
+                f"{len(requests)} requests failed, expected none; first: {first and f'{first.id!r}: {first.error}'}",
+                advice=f"see {server.log}",
+            )
     if not records or not all(isinstance(rank, dict) for rank in records):
         raise CaptureError(
             f"oracle pass (fault {fault}): found records {records!r:.200}, expected one mapping per rank"

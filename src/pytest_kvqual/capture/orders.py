@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.capture.quality import Progress, Target, Writer, record, request, send_all
+from pytest_kvqual.capture.quality import Progress, Target, Writer, bracket, record, request, send_all
 from pytest_kvqual.errors import CaptureError
-from pytest_kvqual.server import rpc
 from pytest_kvqual.tasks.orders import NATURAL, ROTATED
 
 if TYPE_CHECKING:
@@ -67,8 +66,7 @@ def capture_orders(
             if progress is not None:
                 progress(done, len(runs) * len(panel.items))
 
-        rpc.call(server.base_url, "kvqual_inputs_start", timeout_s=timeout_s)
-        try:
+        with bracket(server, "kvqual_inputs_start", "kvqual_inputs_finish", timeout_s=timeout_s) as inputs[run]:
             send_all(
                 server,
                 requests,
@@ -77,12 +75,10 @@ def capture_orders(
                 timeout_s=timeout_s,
                 on_response=keep,
             )
-        finally:
-            inputs[run] = rpc.call(server.base_url, "kvqual_inputs_finish", timeout_s=timeout_s)
-        if failed:
-            raise CaptureError(
-                f"orders ({run}): found {len(failed)} of {len(requests)} requests failed, expected none; "
-                f"first {failed[0].id!r}: {failed[0].error}",
-                advice=f"see {server.log}",
-            )
+            if failed:
+                raise CaptureError(
+                    f"orders ({run}): found {len(failed)} of {len(requests)} requests failed, expected none; "
+                    f"first {failed[0].id!r}: {failed[0].error}",
+                    advice=f"see {server.log}",
+                )
     return inputs

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pytest_kvqual.capture import http
-from pytest_kvqual.errors import CaptureError
+from pytest_kvqual.errors import CaptureError, KvqualError
+from pytest_kvqual.server import rpc
 
 if TYPE_CHECKING:
     from pytest_kvqual.study.model import Schedule
@@ -118,6 +120,27 @@ def capture_nll(
     items = list(enumerate(panel.items))[:documents]
     requests = [request(model, "nll", index, item, len(item.targets), item.targets) for index, item in items]
     return _run(server, requests, writer, "forward", schedule, wave_size, timeout_s, progress, "nll")
+
+
+@contextmanager
+def bracket(server: Target, start: str, finish: str, *args: object, timeout_s: float) -> Iterator[list[object]]:
+    """Call the worker method ``start`` with ``args`` before the block, and ``finish`` after it, whatever happens in it.
+
+    Yields a list that holds what each rank's ``finish`` returned once the block has ended. Where the block raises, that
+    is the error to report, and one of ``finish`` is not.
+
+    Raises:
+        ServerError: A worker call failed.
+    """
+    results: list[object] = []
+    rpc.call(server.base_url, start, *args, timeout_s=timeout_s)
+    try:
+        yield results
+    except BaseException:
+        with suppress(KvqualError):
+            rpc.call(server.base_url, finish, timeout_s=timeout_s)
+        raise
+    results.extend(rpc.call(server.base_url, finish, timeout_s=timeout_s))
 
 
 def waves(requests: Sequence[http.Request], size: int) -> list[Sequence[http.Request]]:

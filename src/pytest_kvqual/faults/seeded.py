@@ -31,7 +31,20 @@ SEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def seeded(gate: str, *, scales: bool) -> tuple[str, ...]:
-    """The faults that a run plants against ``gate`` in an arm with or without declared V scales."""
-    # Without scales there is none to drop or to alter.
-    return tuple(name for name in SEEDED.get(gate, ()) if scales or FAULTS[name].needs != "scales")
+ROTATION_ONLY = ("output-depends-on-batch-index",)
+"""The faults that show in another order alone: a policy that lets a rotation differ cannot see them."""
+
+
+def seeded(gate: str, *, scales: bool, rotation_may_differ: bool = False) -> tuple[str, ...]:
+    """The faults that a run plants against ``gate``.
+
+    Args:
+        gate: The gate.
+        scales: Whether the arm has declared V scales; without them there is none to drop or to alter.
+        rotation_may_differ: Whether the study's policy of determinism only reports how a rotated order differs.
+    """
+    return tuple(
+        name
+        for name in SEEDED.get(gate, ())
+        if (scales or FAULTS[name].needs != "scales") and not (rotation_may_differ and name in ROTATION_ONLY)
+    )

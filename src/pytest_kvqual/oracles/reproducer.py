@@ -68,7 +68,8 @@ def check(path: Path) -> tuple[str, list[str]]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here: numpy leaves a damaged archive open.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             held = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError) as error:
         reason = getattr(error, "strerror", None) or "it is no .npz archive"

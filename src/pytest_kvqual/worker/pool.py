@@ -1,8 +1,8 @@
 """Makes the engine's free blocks scarce, so that requests live at the top of the pool and are preempted for real.
 
 The blocks belong to the scheduler. Its block pool (``vllm.v1.core.block_pool.BlockPool``) is within reach only where
-the worker runs inside the engine core's process (executor ``uni``); what calls a worker method there is the core, so the
-core is on the stack of the call. It is not looked for through :mod:`gc`: the core freezes its heap once it is up
+the worker runs inside the engine core's process (executor ``uni``). What calls a worker method there is the core, so it
+is on the stack of the call. It is not looked for through :mod:`gc`: the core freezes its heap once it is up
 (``vllm.v1.engine.core``, ``freeze_gc_heap``), and frozen objects are not listed.
 
 Only public calls of the pool are used: ``get_new_blocks``, ``free_blocks``, ``get_num_free_blocks``. Taking a block
@@ -77,6 +77,11 @@ def release() -> dict[str, object]:
         "free": int(pool.get_num_free_blocks()),
         "whole": whole,
     }
+
+
+def held() -> int:
+    """Blocks that are held now; 0 in a process without the scheduler. Nothing is timed while there are any."""
+    return len(_held)
 
 
 def _block_id(block: Any) -> int:

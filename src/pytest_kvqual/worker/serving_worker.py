@@ -44,6 +44,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self.kvqual_config: WorkerConfig = decode_config(vllm_config.additional_config)
         self.kvqual_undo: list[Callable[[], None]] = []
         self._kvqual_window: OracleTaps | None = None
+        self._kvqual_windows = 0
         self._kvqual_dispatch: DispatchReader | None = None
         self._kvqual_inputs: StepInputs | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
@@ -288,9 +289,11 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
             probe=asked.get("probe") is True,
             fills=asked.get("fills") is True,
+            seed=self._kvqual_windows,
         )
         window.install()
         self._kvqual_window = window
+        self._kvqual_windows += 1
         return {"installed": True, "fault": fault}
 
     def _views(self) -> list[LayerView]:
@@ -322,22 +325,23 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self.kvqual_unplant()
         return {"rank": int(self.rank), **record}
 
-    def kvqual_pool_hold(self, free_blocks: int) -> dict[str, object]:
+    def kvqual_hold_blocks(self, free_blocks: int) -> dict[str, object]:
         """Holds all but the last ``free_blocks`` of the engine's blocks; see :func:`pytest_kvqual.worker.pool.hold`."""
         return pool.hold(free_blocks)
 
-    def kvqual_pool_release(self) -> dict[str, object]:
+    def kvqual_release_blocks(self) -> dict[str, object]:
         """Gives the held blocks back."""
         return pool.release()
 
     def kvqual_taps(self) -> dict[str, object]:
-        """Whether any tap or fault is in place."""
+        """Whether any tap or fault is in place, and how many blocks of the pool are held."""
         return {
             "installed": any(
                 held is not None and held.installed
                 for held in (self._kvqual_window, self._kvqual_dispatch, self._kvqual_inputs)
             ),
             "faults": len(self.kvqual_undo),
+            "held": pool.held(),
         }
 
     def kvqual_plant(self, fault: str) -> dict[str, object]:
@@ -361,6 +365,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         """Profiles every layer's cache update and attention until :meth:`kvqual_dispatch_finish`."""
         if self._kvqual_dispatch is not None:
             raise WorkerError("a dispatch reading is open already")
+        if self._kvqual_window is not None:
+            # The oracles' own operators would count as the layer's.
+            raise WorkerError("an oracle window is open, expected none during a dispatch reading")
         reader = DispatchReader(self.kvqual_layers())
         reader.start()
         self._kvqual_dispatch = reader

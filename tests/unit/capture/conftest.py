@@ -17,7 +17,10 @@ class FakeEngine:
     """Holds requests while paused; ``order`` is the order in which it got them.
 
     ``statuses`` maps a position in that order to the HTTP status to answer with; ``die_at`` closes every connection
-    once so many requests have arrived; ``mute`` names positions that leave no trace in the log.
+    once so many requests have arrived; ``mute`` names positions that leave no trace in the log. ``rpc_results`` maps a
+    worker method to what its calls return in turn (all others return ``rpc_result``), ``rpc_statuses`` to the HTTP
+    status that it is answered with. ``timeline`` has worker methods, ``pause`` and
+    ``resume``, and the prompts of requests as they came.
     """
 
     def __init__(self, log: Path) -> None:
@@ -27,6 +30,9 @@ class FakeEngine:
         self.calls: list[str] = []
         self.rpc: list[tuple[str, list[object]]] = []
         self.rpc_result: object = {}
+        self.rpc_results: dict[str, list[object]] = {}
+        self.rpc_statuses: dict[str, int] = {}
+        self.timeline: list[object] = []
         self.statuses: dict[int, int] = {}
         self.answers: dict[int, str] = {}
         self.mute: set[int] = set()
@@ -77,16 +83,22 @@ class FakeEngine:
             return
         if path == "/pause?mode=keep&clear_cache=false":
             self.calls.append("pause")
+            self.timeline.append("pause")
             self.running.clear()
             self.reply(handler, 200, "{}")
         elif path == "/resume":
             self.calls.append("resume")
+            self.timeline.append("resume")
             self.running.set()
             self.reply(handler, 200, "{}")
         elif path == "/collective_rpc":
             document = json.loads(body)
-            self.rpc.append((document["method"], document["args"]))
-            self.reply(handler, 200, json.dumps({"results": [self.rpc_result]}))
+            method = document["method"]
+            self.rpc.append((method, document["args"]))
+            self.timeline.append(method)
+            turns = self.rpc_results.get(method)
+            result = turns.pop(0) if turns else self.rpc_result
+            self.reply(handler, self.rpc_statuses.get(method, 200), json.dumps({"results": [result]}))
         else:
             self.complete(handler, json.loads(body))
 
@@ -97,6 +109,7 @@ class FakeEngine:
             position = len(self.order)
             self.order.append(str(body["request_id"]))
             self.bodies.append(body)
+            self.timeline.append(body["prompt"])
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             if self.die_at is not None and len(self.order) >= self.die_at:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_kvqual.capture.oracle import capture_oracle
 from pytest_kvqual.capture.quality import capture_nll, capture_parity, waves
 from pytest_kvqual.errors import CaptureError
 from pytest_kvqual.study.panels import Panel, PanelItem
@@ -102,31 +101,6 @@ def test_a_wave_has_at_least_one_request() -> None:
     """A wave size below one is refused."""
     with pytest.raises(CaptureError, match="wave size of 0"):
         waves([], 0)
-
-
-def test_an_oracle_pass_brackets_its_wave(engine: FakeEngine) -> None:
-    """The oracles start with the fault's name, see the wave, and hand over one record per rank."""
-    engine.rpc_result = {"rank": 0, "steps": 3}
-    found = capture_oracle(engine, panel(2), fault="slot-off-by-one", model="m", wave_size=2, timeout_s=10)
-    assert engine.rpc == [("kvqual_oracle_start", [{"fault": "slot-off-by-one"}]), ("kvqual_oracle_finish", [])]
-    assert found["fault"] == "slot-off-by-one"
-    assert found["records"] == [{"rank": 0, "steps": 3}]
-    assert len(found["responses"]) == 2  # type: ignore[arg-type]
-
-
-def test_an_oracle_pass_without_a_record_fails(engine: FakeEngine) -> None:
-    """A rank that hands over nothing is missing evidence."""
-    engine.rpc_result = None
-    with pytest.raises(CaptureError, match="expected one mapping per rank"):
-        capture_oracle(engine, panel(1), fault=None, model="m", wave_size=2, timeout_s=10)
-
-
-def test_an_oracle_pass_ends_the_oracles_after_a_failure(engine: FakeEngine) -> None:
-    """A failed request still withdraws the fault before the capture fails."""
-    engine.statuses[0] = 500
-    with pytest.raises(CaptureError, match=r"oracle pass .fault x.: found 1 of 2 requests failed"):
-        capture_oracle(engine, panel(2), fault="x", model="m", wave_size=2, timeout_s=10)
-    assert engine.rpc[-1][0] == "kvqual_oracle_finish"
 
 
 def test_the_fake_is_a_target(engine: FakeEngine, tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def make_orders_inputs() -> dict[str, Any]:
     return {
         "schema": 1,
         "runs": {
-            run: [{"steps": 3, "digests": [letter * 64, "d" * 64, "e" * 64]}]
+            run: [{"rank": 0, "steps": 3, "digests": [letter * 64, "d" * 64, "e" * 64]}]
             for run, letter in (("original", "a"), ("rotated", "b"), ("original-again", "c"))
         },
     }

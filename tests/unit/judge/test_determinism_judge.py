@@ -191,9 +191,15 @@ INPUTS: dict[str, tuple[tuple[str | int, ...], Any, Outcome, str]] = {
         Outcome.INCONCLUSIVE,
         "found 3 digests, expected 4, one per step",
     ),
-    "one step": (("runs", "original", 0), {"steps": 1, "digests": ["a" * 64]}, Outcome.INCONCLUSIVE, "steps"),
-    "no step": (("runs", "original", 0), {"steps": 0, "digests": []}, Outcome.INCONCLUSIVE, "steps"),
+    "one step": (("runs", "original", 0), {"rank": 0, "steps": 1, "digests": ["a" * 64]}, Outcome.INCONCLUSIVE, "steps"),
+    "no step": (("runs", "original", 0), {"rank": 0, "steps": 0, "digests": []}, Outcome.INCONCLUSIVE, "steps"),
     "no digest": (("runs", "rotated", 0, "digests", 1), "abc", Outcome.INCONCLUSIVE, "digests[1]"),
+    "another rank": (
+        ("runs", "rotated", 0, "rank"),
+        1,
+        Outcome.INCONCLUSIVE,
+        "determinism inputs, rotated, rank 0: in 'rank': found 1, expected 0",
+    ),
     "a run without inputs": (("runs", "rotated"), "DELETE", Outcome.INCONCLUSIVE, "rotated"),
     "no rank": (("runs", "rotated"), [], Outcome.INCONCLUSIVE, "found 0 ranks, expected 1"),
     "a run that nobody knows": (("runs", "sideways"), [], Outcome.INCONCLUSIVE, "sideways"),
@@ -262,7 +268,7 @@ def test_every_rank_has_inputs_of_its_own(make: Any) -> None:
     study = replace(study, engine=replace(study.engine, tensor_parallel_size=2))
     inputs = make.orders_inputs()
     for ranks in inputs["runs"].values():
-        ranks.append(ranks[0])
+        ranks.append({**ranks[0], "rank": 1})
     parts: dict[str, Any] = {
         "null": evidence(make, inputs=inputs),
         "poison": {FAULT: make.orders_records(make.parity_panel(), {"rotated": other})},

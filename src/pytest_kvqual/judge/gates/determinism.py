@@ -3,8 +3,9 @@
 The evidence of one arm is three files::
 
     determinism.jsonl         capture records, each with "run": original | rotated | original-again | natural
-    determinism-inputs.json   {"schema": 1, "runs": {RUN: [{"steps": n, "digests": [sha256 per step]}, one per rank]}}
+    determinism-inputs.json   {"schema": 1, "runs": {RUN: [RANK, ...]}}
     order-comparison.json     as in :mod:`pytest_kvqual.tasks.orders`
+    RANK                      {"rank": 0, "steps": n, "digests": [sha256 per step]}
 
 A digest is that of a step's graph inputs: tokens, block table, sequence lengths, query starts and slots. The rules:
 
@@ -14,8 +15,8 @@ A digest is that of a step's graph inputs: tokens, block table, sequence lengths
 3. The policy. ``order-invariant``: the tokens of all three runs are equal. ``rotation-diagnostic``: those of
    ``original`` and ``original-again`` are equal; how ``rotated`` differs is reported. ``natural`` is reported only.
 4. The graph inputs of each of the three runs are there for each rank, of as many ranks as
-   ``engine.tensor_parallel_size``, with one digest per step and at least 2 steps. Within a run not all digests are
-   equal, and the digests of ``rotated`` are not those of ``original``.
+   ``engine.tensor_parallel_size``, in order, with one digest per step and at least 2 steps. Within a run not all
+   digests are equal, and the digests of ``rotated`` are not those of ``original``.
 5. The stored comparison is the one that follows from the records.
 6. Null: the control's own evidence keeps rules 1 to 5.
 7. Poison: the records captured under each planted fault, of any requests of the panel in all three runs, break rule 3.
@@ -228,7 +229,9 @@ def _digests(result: Objections, study: Study, runs: Table, name: str, origin: s
         where = f"{origin}, {name}, rank {place}"
         digests: tuple[str, ...] = ()
         with result.reading(4):
-            rank = Table(value, origin=where, error=EvidenceError, known=("steps", "digests"))
+            rank = Table(value, origin=where, error=EvidenceError, known=("rank", "steps", "digests"))
+            if rank.integer("rank", minimum=0) != place:
+                rank.fail("rank", str(rank.integer("rank")), str(place))
             steps = rank.integer("steps", minimum=2)
             digests = rank.strings("digests", pattern=_DIGEST.pattern, form="a SHA-256 of 64 lower-case hex digits")
             if len(digests) != steps:
