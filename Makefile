@@ -52,7 +52,7 @@ qualify: model
 # Each seeded fault in the served arm from its start: which gate turns red.
 controls: model
 	@mkdir -p $(RUN_DIR)
-	$(BIN)/python -m pytest qualification/controls -m controls --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
+	$(BIN)/python -m pytest qualification/controls -m live_controls --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
 	    $(PYTEST_ARGS)
 
 test: lint types imports unit engine

@@ -1,4 +1,4 @@
-"""A way to open campaigns outside a session of gates."""
+"""A way to open campaigns outside a session of gates, and the table of the fault matrix."""
 
 from __future__ import annotations
 
@@ -9,6 +9,35 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_kvqual.campaign import Campaign
+
+LIVE = "live_controls"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A fault planted in a served arm takes a boot: those runs are asked for by name, ``-m live_controls``."""
+    if LIVE in config.getoption("markexpr", ""):
+        return
+    live = [item for item in items if item.get_closest_marker(LIVE) is not None]
+    if live:
+        config.hook.pytest_deselected(items=live)
+        items[:] = [item for item in items if item.get_closest_marker(LIVE) is None]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Caught and seeded faults of the matrix, by gate and by row of the catalogue."""
+    told = [
+        dict(report.user_properties)
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call" and any(name == "first_gate" for name, _ in report.user_properties)
+    ]
+    if not told:
+        return
+    from pytest_kvqual.faults.document import summary
+
+    terminalreporter.section("seeded faults on the transfer engine")
+    for line in summary({str(cell["fault"]): bool(cell["right"]) for cell in told}):
+        terminalreporter.write_line(line)
 
 
 class OpenCampaign(Protocol):

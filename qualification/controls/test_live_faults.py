@@ -1,7 +1,7 @@
 """Each seeded fault, in the served arm from its start, turns the run red at the gate that claims it, and not before.
 
-Opt-in: ``pytest qualification/controls -m controls``. Each faulty run gets its own folder, ``controls/FAULT`` below
-the run directory. The controls are captured once for all, or taken from an earlier run of the same scope.
+Opt-in: ``pytest qualification/controls -m live_controls``. Each faulty run gets its own folder, ``controls/FAULT``
+below the run directory. The controls are captured once for all, or taken from an earlier run of the same scope.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_kvqual.campaign import Campaign
     from pytest_kvqual.faults import Fault
 
-pytestmark = [pytest.mark.controls]
+pytestmark = [pytest.mark.controls, pytest.mark.live_controls]
 
 
 def gates_up_to(campaign: Campaign, last: str) -> list[str]:

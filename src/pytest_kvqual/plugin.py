@@ -28,7 +28,8 @@ MARKERS = (
     "timing: a timing gate; asked for by naming it: -m 'cpu and timing'",
     "gate(name): decides one gate of the study",
     "transfer: checks a backend on synthetic inputs, without a model or an engine; decides no gate",
-    "controls: boots an arm with a seeded fault and expects the gate that claims it to object",
+    "controls: plants a fault and expects the gate that claims it to be the first to object",
+    "live_controls: plants it in a served arm (a boot for each fault); asked for by naming it: -m live_controls",
 )
 _GATE_MODULE = re.compile(r"(?:^|/)qualification/test_\d\d_\w+\.py$")
 

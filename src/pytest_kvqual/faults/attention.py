@@ -360,7 +360,7 @@ def shared_prefix_given_to_first_request(worker: Any) -> None:
 
 
 def _window(worker: Any, seen_of: Any) -> None:
-    """Rows of layers with a window see ``seen_of(n, p, c, window)``: n rows of positions p ``[n, 1]``, columns ``[1, m]``."""
+    """Rows of a layer with a window see ``seen_of(rows, positions [n, 1], columns [1, m], window)``."""
 
     def change(kernel: Any, original: Any, positions: Any, columns: Any, window: Any, length: int) -> object:
         if window is None:

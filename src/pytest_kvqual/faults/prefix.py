@@ -49,7 +49,7 @@ def recycled_block_keeps_its_hash(worker: Any) -> None:
 
 
 def longest_match_of_all_groups(worker: Any) -> None:
-    """The cached length is the longest of all groups of layers; the full-attention layers never wrote the last block."""
+    """The cached length is the longest of all groups of layers; full-attention layers never wrote the last block."""
     original = worker.prefix_cache.match
 
     def match(hashes: Sequence[object]) -> list[int]:

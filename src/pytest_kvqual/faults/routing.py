@@ -89,22 +89,24 @@ def _write_at(worker: Any, slots_of: Any) -> None:
 
 def slots_from_manager_block_size(worker: Any) -> None:
     """Slots are computed with a block twice as large as the one that the reader uses."""
-    size = 2 * worker.kvqual_block_size()
+    size: int = 2 * worker.kvqual_block_size()
 
     def slots_of(step: Step, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return step.table[request, position // size].long() * size + position % size
+        block: torch.Tensor = step.table[request, position // size]
+        return block.long() * size + position % size
 
     _write_at(worker, slots_of)
 
 
 def slots_from_rope_positions(worker: Any) -> None:
     """Slots are computed from rope positions, which run ahead of the sequence index after an image."""
-    size = worker.kvqual_block_size()
+    size: int = worker.kvqual_block_size()
 
     def slots_of(step: Step, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         rope = torch.where(position >= 5, position + 3, position)
         column = (rope // size).clamp(max=step.table.shape[1] - 1)
-        return step.table[request, column].long() * size + rope % size
+        block: torch.Tensor = step.table[request, column]
+        return block.long() * size + rope % size
 
     _write_at(worker, slots_of)
 
@@ -114,7 +116,7 @@ def continuation_written_through_stale_tail(worker: Any) -> None:
 
     The reader has the right table.
     """
-    size = worker.kvqual_block_size()
+    size: int = worker.kvqual_block_size()
     number, wide, now = 0, torch.zeros(0, 0), torch.zeros(0, 0)
 
     def slots_of(step: Step, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -126,7 +128,7 @@ def continuation_written_through_stale_tail(worker: Any) -> None:
         row, column = request, position // size
         tail = (column >= filled[row]) & (filled[row] > 0) & (counts[row] > 1)
         tail &= (row < wide.shape[0]) & (column < wide.shape[1])
-        block = now[row, column].long()
+        block: torch.Tensor = now[row, column].long()
         block[tail] = wide[row[tail], column[tail]].long()
         return block * size + position % size
 
