@@ -315,9 +315,12 @@ class Attempt:
                         f"was captured is not of the server in {IDENTITY}",
                         advice=f"compare it with {self.path / IDENTITY_AFTER}",
                     )
-        if any(_part(rank, "installed") is not False or _part(rank, "faults") != 0 for rank in taps):
+        if any(
+            _part(rank, "installed") is not False or _part(rank, "faults") != 0 or _part(rank, "held") != 0
+            for rank in taps
+        ):
             raise CaptureError(
-                f"{self._label}: found taps or faults in place after the captures, expected none: {taps}"
+                f"{self._label}: found taps, faults or held blocks after the captures, expected none: {taps}"
             )
 
     def _keep_dispatch(self) -> None:

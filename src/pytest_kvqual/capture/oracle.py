@@ -68,7 +68,7 @@ def capture_oracle(
 
     with ExitStack() as brackets:
         if free_blocks is not None:
-            held = bracket(server, "kvqual_pool_hold", "kvqual_pool_release", free_blocks, timeout_s=timeout_s)
+            held = bracket(server, "kvqual_hold_blocks", "kvqual_release_blocks", free_blocks, timeout_s=timeout_s)
             brackets.enter_context(held)
         # Closed also after a failure: a fault left planted would poison what follows.
         options = {"fault": fault, "probe": probe, "fills": fills}

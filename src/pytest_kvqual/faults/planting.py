@@ -112,11 +112,23 @@ def wrap_attention(worker: Any, change: Callable[[Call], object], *, only: int |
             continue
         original = layer.impl.forward
 
-        def forward(layer: Any, *args: Any, original: Any = original, **named: Any) -> object:
-            if args[4] is None:  # the engine's profiling run
-                return original(layer, *args, **named)
-            result = change(Call(original, layer, args[:6], args[6:], named))
-            return args[5] if result is None else result
+        def forward(
+            layer: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            kv_cache: Any,
+            attn_metadata: Any,
+            output: Any,
+            *extra: Any,
+            original: Any = original,
+            **named: Any,
+        ) -> object:
+            if attn_metadata is None:  # the engine's profiling run
+                return original(layer, query, key, value, kv_cache, attn_metadata, output, *extra, **named)
+            call = Call(original, layer, (query, key, value, kv_cache, attn_metadata, output), extra, named)
+            result = change(call)
+            return output if result is None else result
 
         replace(worker, layer.impl, "forward", forward)
 

@@ -32,6 +32,9 @@ _SAMPLE_TOKENS = 64
 _KEPT_ROWS = 256
 """Rows of a step that are kept as the step before, per layer."""
 
+_NUMBERS = 1 << 20
+"""Requests of one window that are told apart by their fingerprints."""
+
 FILLS = fills.NAMES
 SECTIONS = ("row_map", "stale-maps", "routing", "shifted-outputs", "placement", "replay")
 CONDITIONS = (
@@ -117,6 +120,7 @@ class Window:
         probe: K, V and queries that the backend gets are replaced by fingerprints
             (:mod:`pytest_kvqual.oracles.fingerprints`).
         fills: Every attention call is made again with unwritten cells filled (:mod:`pytest_kvqual.oracles.fills`).
+        seed: Of the fingerprints: what an earlier window left in the cache must not look like this one's.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Window:
         rounding: float,
         probe: bool = False,
         fills: bool = False,
+        seed: int = 0,
     ) -> None:
         self._layers = {view.name: _Layer(view=view, number=number) for number, view in enumerate(layers)}
         self._first = layers[0]
@@ -140,8 +145,9 @@ class Window:
         self._retired: dict[str, _Retired] = {}
         self._prefixes: dict[bytes, dict[str, torch.Tensor]] = {}
         self._unseen: list[tuple[str, int]] = []
+        self._awaited: dict[str, int] = {}
         self._recycled: set[int] = set()
-        self._numbers = 0
+        self._numbers = seed * _NUMBERS
         self._plan: StepPlan | None = None
         self._batch = 0
         self._maps: object = None
@@ -202,7 +208,9 @@ class Window:
             self._conditions["prefix-hit"] += 1
             self._rows["prefix"] += max(0, cached - (retired.furthest if retired else 0))
             history = self._history_of(identity, tokens, cached)
-            if history is None:
+            if history is None and self._writes_soon(identity, tokens, cached):
+                self._awaited[request] = cached
+            elif history is None:
                 self["routing"].find(
                     "unknown-prefix",
                     f"request {request}: {cached} positions are taken from the cache, and no request of this window"
@@ -306,6 +314,28 @@ class Window:
             return None
         return {layer: torch.cat(cells) for layer, cells in parts.items()}
 
+    def _writes_soon(self, identity: str, tokens: Sequence[int], length: int) -> bool:
+        """Whether a live request will have written these tokens by the time they are read: a hit within one step."""
+        wanted = list(tokens[:length])
+        return any(other.identity == identity and other.tokens[:length] == wanted for other in self._requests.values())
+
+    def _arrive(self, layer: str, request: str) -> None:
+        """What a request took from the cache in the step in which another wrote it, once that is in the ledger."""
+        held, length = self._requests[request], self._awaited[request]
+        for name, other in self._requests.items():
+            if name != request and other.identity == held.identity and other.tokens[:length] == held.tokens[:length]:
+                if not self._ledger.covers(layer, name, length):
+                    continue
+                blocks = -(-length // self._block_size)
+                if other.blocks[:blocks] != held.blocks[:blocks]:
+                    self["routing"].find(
+                        "wrong-prefix",
+                        f"{layer}: request {request} takes {length} positions from blocks {held.blocks[:blocks]}, and"
+                        f" request {name}, which writes them, holds {other.blocks[:blocks]}",
+                    )
+                self._ledger.record(layer, request, 0, self._ledger.history(layer, name, length))
+                return
+
     def _live_block(self, identity: str, tokens: Sequence[int], number: int) -> dict[str, torch.Tensor] | None:
         """One full block of a live request with these tokens."""
         stop = (number + 1) * self._block_size
@@ -329,6 +359,7 @@ class Window:
             rows: (request, first position, rows) in row order.
             fed: Integer ``[>= T]``: the token of each row as the model received it.
         """
+        self._awaited = {name: length for name, length in self._awaited.items() if name in self._requests}
         requests = []
         for name, start, count in rows:
             held = self._requests.get(name)
@@ -390,10 +421,17 @@ class Window:
         end = (number + 1) * self._block_size
         if one.identity != two.identity or one.tokens[:end] != two.tokens[:end]:
             return False
-        starts = {request.request: request.start for request in self._plan.requests} if self._plan else {}
-        return all(
-            min(held.computed, starts.get(name, held.computed)) >= end for name, held in ((left, one), (right, two))
-        )
+        rows = {request.request: request for request in self._plan.requests} if self._plan else {}
+        writers = 0
+        for name, held in ((left, one), (right, two)):
+            row = rows.get(name)
+            if min(held.computed, row.start if row else held.computed) >= end:
+                continue
+            # A block may be taken in the step in which its one writer completes it.
+            if row is None or row.seq_len < end:
+                return False
+            writers += 1
+        return writers <= 1
 
     def _adopt(self, plan: StepPlan) -> None:
         """Takes new blocks into the shadow, and states what positions taken from the cache must hold."""
@@ -506,7 +544,11 @@ class Window:
         write(key, value)
         joined = torch.cat([cells.k, cells.v], dim=-1)
         starts = plan.query_start()
-        for index, request in enumerate(plan.requests):
+        # Whoever writes a prefix comes before those that take it in the same step.
+        for index in sorted(range(len(plan.requests)), key=lambda at: plan.requests[at].request in self._awaited):
+            request = plan.requests[index]
+            if request.request in self._awaited and not self._ledger.covers(layer, request.request, request.start):
+                self._arrive(layer, request.request)  # nothing arrives twice: the ledger covers it from then on
             if not self._ledger.covers(layer, request.request, request.start):
                 tally.find(
                     "unseen-history",

@@ -44,6 +44,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self.kvqual_config: WorkerConfig = decode_config(vllm_config.additional_config)
         self.kvqual_undo: list[Callable[[], None]] = []
         self._kvqual_window: OracleTaps | None = None
+        self._kvqual_windows = 0
         self._kvqual_dispatch: DispatchReader | None = None
         self._kvqual_inputs: StepInputs | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
@@ -160,10 +161,6 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
     def kvqual_codec(self, name: str) -> formats.Format:
         """The declared encoding of a layer's cells."""
         return self._kvqual_formats[name]
-
-    def kvqual_codec(self, layer: str) -> formats.Format:
-        """The declared encoding of a layer's cells."""
-        return self._kvqual_formats[layer]
 
     def kvqual_metadata_builders(self) -> list[Any]:
         """The attention metadata builders of this rank."""
@@ -292,9 +289,11 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
             probe=asked.get("probe") is True,
             fills=asked.get("fills") is True,
+            seed=self._kvqual_windows,
         )
         window.install()
         self._kvqual_window = window
+        self._kvqual_windows += 1
         return {"installed": True, "fault": fault}
 
     def _views(self) -> list[LayerView]:
@@ -326,22 +325,23 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self.kvqual_unplant()
         return {"rank": int(self.rank), **record}
 
-    def kvqual_pool_hold(self, free_blocks: int) -> dict[str, object]:
+    def kvqual_hold_blocks(self, free_blocks: int) -> dict[str, object]:
         """Holds all but the last ``free_blocks`` of the engine's blocks; see :func:`pytest_kvqual.worker.pool.hold`."""
         return pool.hold(free_blocks)
 
-    def kvqual_pool_release(self) -> dict[str, object]:
+    def kvqual_release_blocks(self) -> dict[str, object]:
         """Gives the held blocks back."""
         return pool.release()
 
     def kvqual_taps(self) -> dict[str, object]:
-        """Whether any tap or fault is in place."""
+        """Whether any tap or fault is in place, and how many blocks of the pool are held."""
         return {
             "installed": any(
                 held is not None and held.installed
                 for held in (self._kvqual_window, self._kvqual_dispatch, self._kvqual_inputs)
             ),
             "faults": len(self.kvqual_undo),
+            "held": pool.held(),
         }
 
     def kvqual_plant(self, fault: str) -> dict[str, object]:

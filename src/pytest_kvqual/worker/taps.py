@@ -52,6 +52,7 @@ class OracleTaps:
         rounding: Rounding unit of the model's 16-bit type.
         probe: See :class:`pytest_kvqual.oracles.window.Window`.
         fills: See there.
+        seed: See there.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class OracleTaps:
         rounding: float,
         probe: bool = False,
         fills: bool = False,
+        seed: int = 0,
     ) -> None:
         self._layers = dict(layers)
         self._runner = runner
         self._attributes = Attributes()
         self._scheduled: Any = None
-        self.window = Window(views, block_size=block_size, rounding=rounding, probe=probe, fills=fills)
+        self.window = Window(views, block_size=block_size, rounding=rounding, probe=probe, fills=fills, seed=seed)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -101,12 +103,13 @@ class OracleTaps:
         """Follows the scheduler's decisions of one step: which request holds which blocks."""
         window = self.window
         self._scheduled = scheduled
+        # In this order: what a finished or preempted request held may be granted to another in the same step.
         for request in scheduled.finished_req_ids:
             window.release(request)
         for request in getattr(scheduled, "preempted_req_ids", None) or ():
             window.release(request)
         for new in scheduled.scheduled_new_reqs:
-            # A request that was preempted comes back as a new one under another engine: all its tokens are then known.
+            # Under the second model runner a resumed request comes as a new one, with all its tokens.
             tokens = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids or ()
             window.admit(new.req_id, tokens=tokens, blocks=new.block_ids[0], cached=new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
@@ -115,7 +118,7 @@ class OracleTaps:
             if request in cached.resumed_req_ids:
                 window.admit(
                     request,
-                    tokens=window.tokens(request),
+                    tokens=cached.all_token_ids.get(request) or window.tokens(request),
                     blocks=granted[0] if granted is not None else (),
                     cached=cached.num_computed_tokens[index],
                 )

@@ -16,7 +16,7 @@ else:
     FakeEngine = object
 
 START, FINISH = "kvqual_oracle_start", "kvqual_oracle_finish"
-HOLD, RELEASE = "kvqual_pool_hold", "kvqual_pool_release"
+HOLD, RELEASE = "kvqual_hold_blocks", "kvqual_release_blocks"
 RANK = {"rank": 0, "steps": 3}
 
 
@@ -122,7 +122,7 @@ def test_a_window_that_does_not_open_releases_the_pool(engine: FakeEngine) -> No
 def test_a_pool_that_cannot_be_held_ends_the_pass(engine: FakeEngine) -> None:
     """A pass that needs a scarce pool is not made without one."""
     engine.rpc_statuses = {HOLD: 500}
-    with pytest.raises(ServerError, match="'kvqual_pool_hold' answered 500"):
+    with pytest.raises(ServerError, match="'kvqual_hold_blocks' answered 500"):
         capture(engine, free_blocks=12)
     assert engine.timeline == [HOLD]
 
