@@ -17,6 +17,7 @@ from pytest_kvqual.fixtures import arm, campaign, gate, study
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Options, Progress
+    from pytest_kvqual.kv.geometry import Geometry
 
 __all__ = ["arm", "campaign", "gate", "study"]
 
@@ -26,6 +27,7 @@ MARKERS = (
     "gpu: runs on a GPU study",
     "timing: a timing gate; asked for by naming it: -m 'cpu and timing'",
     "gate(name): decides one gate of the study",
+    "transfer: checks a backend on synthetic inputs, without a model or an engine; decides no gate",
     "controls: boots an arm with a seeded fault and expects the gate that claims it to object",
 )
 _GATE_MODULE = re.compile(r"(?:^|/)qualification/test_\d\d_\w+\.py$")
@@ -63,6 +65,16 @@ def _arm_name(text: str) -> str:
         raise pytest.UsageError(f"--arm: {error}") from None
 
 
+def _geometry(text: str) -> Geometry:
+    from pytest_kvqual.errors import KvqualError
+    from pytest_kvqual.kv.geometry import parse_geometry
+
+    try:
+        return parse_geometry(text)
+    except KvqualError as error:
+        raise pytest.UsageError(f"--geometry: {error}") from None
+
+
 def _folder(text: str) -> Path:
     if not text.strip():
         raise pytest.UsageError("--run-dir: found an empty text, expected a folder")
@@ -92,6 +104,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=_positive("--cache-bytes", "bytes"),
         help="size of the KV pool in bytes (default: the study's)",
+    )
+    group.addoption(
+        "--geometry",
+        metavar="G",
+        type=_geometry,
+        help="transfer tests: qwen3-8b, phi-4, smollm2 or hq=40,hkv=10,d=128,block=16 (default: drawn)",
+    )
+    group.addoption(
+        "--backend",
+        metavar="MODULE[:FORMAT]",
+        help="transfer tests: a module with write and attend (default: both of ours)",
     )
     group.addoption(
         "--prefix",
@@ -125,6 +148,8 @@ def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
     """See the gates before anything deselects them, and order what is left after everything did."""
+    if config.getoption("backend"):
+        _check_backend(config.getoption("backend"), config.invocation_params.dir)
     gates = [item for item in items if item.get_closest_marker("gate") is not None]
     if not gates or hasattr(config, "workerinput"):
         # In an xdist worker there is no session: each gate fails, and the controller stops the run (see below).
@@ -132,12 +157,27 @@ def pytest_collection_modifyitems(
         return
     from pytest_kvqual.session import QualificationSession
 
-    qualification = QualificationSession.register(session, gates)
+    transfer = any(item.get_closest_marker("transfer") is not None for item in items)
+    qualification = QualificationSession.register(session, gates, wait=transfer)
     try:
         yield
     finally:
         # Deselection hooks may raise; the session must know then that nothing was selected.
         qualification.select(items)
+
+
+def _check_backend(text: str, folder: Path) -> None:
+    import sys
+
+    from pytest_kvqual.errors import KvqualError
+    from pytest_kvqual.transfer.check import find_backend
+
+    # A module beside the tests is found as `python -m pytest` finds it; what is installed comes first.
+    sys.path.append(str(folder))
+    try:
+        find_backend(text)
+    except KvqualError as error:
+        raise pytest.UsageError(f"--backend: {error}") from None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -172,6 +172,9 @@ class QualificationSession:
         self._stopped = ""
         self._timing = False
         self._interrupted = ""
+        # Opening waits for the selection where it may turn out that only transfer tests run.
+        self._waiting = False
+        self._only_transfer = False
         self._notes: dict[str, str] = {}
         # The test that is running, and the tests whose outcome was reported: by node id.
         self._running: tuple[str, tuple[str, int | None, str]] | None = None
@@ -180,8 +183,16 @@ class QualificationSession:
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def register(cls, session: pytest.Session, items: Sequence[pytest.Item]) -> QualificationSession:
+    def register(
+        cls, session: pytest.Session, items: Sequence[pytest.Item], *, wait: bool = False
+    ) -> QualificationSession:
         """Check how the gates were asked for, build the campaign, and register the session's hooks.
+
+        Args:
+            session: pytest's.
+            items: Every collected gate.
+            wait: Whether ``select`` is to check and build, because transfer tests were collected too: where nothing
+                else is selected, no gate is decided and nothing of a campaign is needed.
 
         Raises:
             pytest.UsageError: one line; nothing has started yet.
@@ -195,8 +206,9 @@ class QualificationSession:
             gates[name] = item
         qualification = cls(session, gates)
         if not (config.option.collectonly or config.option.showfixtures or config.option.show_fixtures_per_test):
-            _refuse_hiding(config, items)
-            qualification._open()
+            qualification._waiting = wait
+            if not wait:
+                qualification._open()
         if config.pluginmanager.register(qualification, PLUGIN_NAME) is None:
             raise pytest.UsageError(f"found -p no:{PLUGIN_NAME}, expected none: gates do not run without it")
         config.stash[_session_key] = qualification
@@ -204,6 +216,7 @@ class QualificationSession:
 
     def _open(self) -> None:
         config = self._config
+        _refuse_hiding(config, list(self._collected.values()))
         expression: str = config.getoption("markexpr", "")
         platforms = named_platforms(expression)
         if len(platforms) != 1:
@@ -245,6 +258,13 @@ class QualificationSession:
 
     def select(self, items: list[pytest.Item]) -> None:
         """Note what deselection left, order the gates as the study does, and leave out timing that nobody asked for."""
+        transfer = [item for item in items if item.get_closest_marker("transfer") is not None]
+        if self._waiting:
+            self._waiting = False
+            if transfer and len(transfer) == len(items):
+                self._only_transfer = True
+                return
+            self._open()
         selected = set(items)
         self._selected = {name: item for name, item in self._collected.items() if item in selected}
         if self._campaign is None:
@@ -259,6 +279,8 @@ class QualificationSession:
         places = [index for index, item in enumerate(items) if item in gates]
         for place, name in zip(places, self._in_order(), strict=True):
             items[place] = self._selected[name]
+        # They take seconds, and what they find is found before an engine boots.
+        items.sort(key=lambda item: item.get_closest_marker("transfer") is None)
 
     def _in_order(self) -> list[str]:
         """The selected gates in the study's order."""
@@ -447,6 +469,8 @@ class QualificationSession:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The table of verdicts, the findings, and what the engines did with the time."""
+        if self._only_transfer:
+            terminalreporter.write_line("qualification: only transfer tests were selected; no gate was decided")
         if self._campaign is None or not self._started:
             return
         terminalreporter.section(f"qualification of {self.campaign.title}")

@@ -708,7 +708,7 @@ _ALL = (
         "scales:scales_dropped_for_eight_bit_query",
         rows=("P1-02",),
         claimed_by="placement",
-        mechanism="a tile of query that is eight bits wide already needs no cast, and the early return skips the scales",
+        mechanism="a query that eight bits hold exactly needs no cast, and the early return skips the scales too",
         exposed_by="a query that eight bits hold exactly, scales other than 1",
         where=TRANSFER,
         scenario="eight-bit-query",
@@ -732,7 +732,7 @@ _ALL = (
         mechanism="the read takes V as stored, without its scale",
         exposed_by="scales other than 1",
         where=BOTH,
-        scenario="eight",
+        scenario="halves",
         needs="scales",
     ),
     _fault(
@@ -743,7 +743,7 @@ _ALL = (
         mechanism="the read multiplies V by its scale twice",
         exposed_by="scales other than 1",
         where=BOTH,
-        scenario="eight",
+        scenario="halves",
         needs="scales",
     ),
     _fault(
@@ -754,7 +754,7 @@ _ALL = (
         mechanism="the read takes K as stored, without its scale",
         exposed_by="scales other than 1",
         where=TRANSFER,
-        scenario="eight",
+        scenario="halves",
     ),
     _fault(
         "k-scale-twice-on-read",
@@ -764,7 +764,7 @@ _ALL = (
         mechanism="the read multiplies K by its scale twice",
         exposed_by="scales other than 1",
         where=TRANSFER,
-        scenario="eight",
+        scenario="halves",
     ),
     _fault(
         "scales-swapped-on-read",
@@ -774,7 +774,7 @@ _ALL = (
         mechanism="the read multiplies K by the scale of V and V by the scale of K",
         exposed_by="K and V scales that differ",
         where=TRANSFER,
-        scenario="eight",
+        scenario="halves",
     ),
     _fault(
         "head-scales-reversed-on-read",
@@ -829,7 +829,7 @@ _ALL = (
         "page-stride-without-scales-on-read",
         "scales:page_stride_without_scales_on_read",
         rows=("P1-14",),
-        claimed_by="placement",
+        claimed_by="shifted-outputs",
         mechanism="the read finds a block as if a page had no bytes for inline scales",
         exposed_by="blocks from the second on",
         where=TRANSFER,

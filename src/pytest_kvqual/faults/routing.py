@@ -115,24 +115,21 @@ def continuation_written_through_stale_tail(worker: Any) -> None:
     The reader has the right table.
     """
     size = worker.kvqual_block_size()
-    wide = torch.zeros(0, 0)
+    number, wide, now = 0, torch.zeros(0, 0), torch.zeros(0, 0)
 
     def slots_of(step: Step, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        nonlocal wide
+        nonlocal number, wide, now
+        if step.number != number:
+            number, wide, now = step.number, now, step.table
         counts = step.starts[1:] - step.starts[:-1]
         filled = (step.lengths - counts + size - 1) // size
         row, column = request, position // size
         tail = (column >= filled[row]) & (filled[row] > 0) & (counts[row] > 1)
-        inside = (row < wide.shape[0]) & (column < wide.shape[-1])
-        stale = torch.zeros_like(column)
-        stale[inside] = wide[row[inside], column[inside]].long()
-        found = torch.where(tail & (stale > 0), stale, step.table[row, column].long())
-        if step.number != seen[0]:
-            seen[0], wide = step.number, (kept[0] if kept else wide)
-            kept[:] = [step.table]
-        return found * size + position % size
+        tail &= (row < wide.shape[0]) & (column < wide.shape[1])
+        block = now[row, column].long()
+        block[tail] = wide[row[tail], column[tail]].long()
+        return block * size + position % size
 
-    seen, kept = [0], list[torch.Tensor]()
     _write_at(worker, slots_of)
 
 

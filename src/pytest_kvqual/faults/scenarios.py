@@ -6,7 +6,7 @@ A scenario makes an engine and then drives it; both are repeatable. Names of req
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
@@ -52,12 +52,12 @@ class Scenario:
         factors = {"k_factors": (1.0, 0.75, 1.5), "v_factors": (0.5, 1.0, 1.25)} if self.kv_format == "k8v8" else {}
         backend = Exemplar(self.kv_format, mode=self.mode, splits=4, **factors)  # type: ignore[arg-type]  # two of its own
         engine = TransferEngine(backend=backend, kv_format=self.kv_format, **self.options)
-        if not self.garbage:
-            fill_pool(engine)
         for layer in engine.kvqual_layers().values():
             layer.attn_backend = SimpleNamespace(kvqual_name=f"EXEMPLAR-{self.kv_format}")
         if self.prepare is not None:
             self.prepare(engine)
+        if not self.garbage:
+            fill_pool(engine)
         return engine
 
 
@@ -81,8 +81,10 @@ def core(engine: TransferEngine, turn: Turn) -> None:
     engine.finish("d")
     engine.step(turn([("e", 1), ("c", 1)]), padding=2)
     engine.submit("f", tokens(size + 3, 11))
-    engine.step(turn([("c", 1), ("e", 1), ("f", None), ("a", None)]))
-    for _ in range(size - 2):
+    engine.step(turn([("c", 1), ("e", 1), ("f", 4), ("a", None)]))
+    # The rest of a prompt in the row of a request that had more blocks.
+    engine.step(turn([("c", 1), ("f", None), ("a", 1)]))
+    for _ in range(size - 3):
         engine.step(turn([("f", 1), ("a", 1), ("c", 1)]), padding=1)
 
 
@@ -155,8 +157,9 @@ def prefixes(engine: TransferEngine, turn: Turn) -> None:
         # The same tokens for other identities, one of which differs in its tag only and one in its id only.
         "b": ([*first, *second, *tail], "salt:x#1"),
         "c": ([*first, *second, *tail], "adapter:x#2"),
-        "d": ([*first, *second, *tail[:1]], "adapter:x#1"),
-        # What was the second block, first.
+        # A hit that is a block shorter than the prompt.
+        "d": ([*first, *second, *tokens(size + 2, 63)], "adapter:x#1"),
+        # What was the second block, first; and the first one backwards.
         "e": ([*second, *tail], "adapter:x#1"),
         "f": ([*first[::-1], *tail], "adapter:x#1"),
         "g": ([*left, *tail], ""),
@@ -170,20 +173,32 @@ def prefixes(engine: TransferEngine, turn: Turn) -> None:
     engine.step(turn([("d", None), ("a", 1), ("e", None), ("f", None)]), padding=1)
     engine.fork("a", "k", 5)
     engine.step(turn([("a", 1), ("k", None), ("d", 1)]))
-    engine.finish("a")
-    for name in "bcefgh":
+    for name in "abcefgh":
         engine.finish(name)
-    # New requests take the blocks that were freed; the prefixes they held are gone from the pool.
-    for seed, name in enumerate("lmno"):
-        engine.submit(name, tokens(engine.block_size * 9 - seed, 70 + seed))
+    engine.step(turn([("k", 1), ("d", 1)]))
+    # New requests take every block; the prefixes that they held are gone from the pool.
+    for seed, (name, length) in enumerate({"l": 9, "m": 9, "n": 9, "o": 9, "q": 7}.items()):
+        engine.submit(name, tokens(size * length - 6, 70 + seed))
     engine.step(turn([("k", 1), ("d", 1), ("l", None), ("m", None)]))
     engine.finish("d")
-    engine.step(turn([("n", None), ("k", 1), ("o", None), ("l", 1)]))
     engine.finish("k")
-    engine.finish("n")
+    engine.step(turn([("n", None), ("o", None), ("q", None), ("l", 1)]))
+    for name in "noq":
+        engine.finish(name)
     engine.submit("p", [*first, *second, *tail], identity="adapter:x#1")
     engine.step(turn([("l", 1), ("p", None)]))
-    engine.step(turn([("p", 1), ("l", 1), ("m", 1)]))
+    # Stored at its end; its blocks are granted anew at once.
+    engine.submit("s", tokens(2 * size + 1, 80))
+    engine.step(turn([("p", 1), ("s", None)]))
+    engine.offload("s")
+    engine.forget_prefixes()
+    engine.finish("s")
+    engine.submit("t", tokens(3 * size, 81))
+    engine.step(turn([("t", None), ("p", 1)]))
+    for _ in range(3):
+        engine.step(turn([("p", 1), ("t", 1)]))
+    engine.submit("u", tokens(2 * size + 1, 80))
+    engine.step(turn([("u", None), ("p", 1), ("l", 1)]))
 
 
 def _eight_bits(key: object) -> int:
@@ -216,6 +231,14 @@ def fill_pool(engine: TransferEngine) -> None:
         layer.codec.place(layer.kv_cache, torch.arange(blocks * size), cells)
 
 
+def _halves(engine: TransferEngine) -> None:
+    """A K scale of 0.5 and a V scale of 2: unequal, not 1, and near enough to it that a wrong one shows as such."""
+    for layer in engine.kvqual_layers().values():
+        layer.codec = replace(layer.codec, k_scale=0.5)
+        layer._k_scale_float = layer.k_scale_declared = 0.5
+        layer._v_scale_float = layer.v_scale_declared = 2.0
+
+
 _WINDOWED = {"windows": (WINDOW,), "evict": True, "prefix_cache": False}
 _TWO_HEADS = Geometry(query_heads=4, kv_heads=2, head_size=16, block_size=8)
 
@@ -224,6 +247,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "plain": Scenario(drive=core),
         "decode-first": Scenario(drive=core, options={"decode_first": True}),
         "eight": Scenario(drive=core, kv_format="k8v8"),
+        "halves": Scenario(drive=core, kv_format="k8v8", prepare=_halves),
         "eight-bit-query": Scenario(drive=core, kv_format="k8v8", prepare=_round_queries, probe=False),
         "inline": Scenario(drive=core, kv_format="k8v8-inline"),
         "split": Scenario(drive=core, mode="split"),
@@ -235,10 +259,10 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "window": Scenario(drive=windowed, options=_WINDOWED),
         "cascade": Scenario(drive=cascade, mode="cascade"),
         "long": Scenario(drive=long),
-        "prefixes": Scenario(drive=prefixes),
-        "two-heads": Scenario(drive=prefixes, kv_format="k16v16", options={"geometry": _TWO_HEADS}),
+        "prefixes": Scenario(drive=prefixes, options={"blocks": 44}),
+        "two-heads": Scenario(drive=prefixes, kv_format="k16v16", options={"geometry": _TWO_HEADS, "blocks": 44}),
         "ranks": Scenario(
-            drive=prefixes, kv_format="k16v16", options={"geometry": _TWO_HEADS, "ranks": 4, "layers": 1}
+            drive=prefixes, kv_format="k16v16", options={"geometry": _TWO_HEADS, "ranks": 4, "layers": 1, "blocks": 44}
         ),
     }
 )

@@ -379,7 +379,8 @@ class TransferEngine:
         kv_format: ``k16v16``, ``k16v8``, ``k8v8`` or ``k8v8-inline``.
         layers: Attention layers.
         blocks: Blocks of the pool; block 0 is never granted.
-        seed: Of K, V, query, sampling and the pool's order and content.
+        seed: Of K, V, query and sampling.
+        pool_seed: Of the pool's order and of what it holds before anything is written; None: ``seed``.
         gap: Bytes that lie between two blocks of a cache: caches are strided.
         windows: Sliding window of each layer, repeated over the layers; None: all positions. Needs a backend that takes
             ``window``.
@@ -430,6 +431,7 @@ class TransferEngine:
         layers: int = 2,
         blocks: int = 48,
         seed: int = 0,
+        pool_seed: int | None = None,
         gap: int = 64,
         windows: Sequence[int | None] = (None,),
         ranks: int = 1,
@@ -445,7 +447,7 @@ class TransferEngine:
         self.kv_format = kv_format
         self.dtype = dtype
         self.seed = seed
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed if pool_seed is None else pool_seed)
         self.kvqual_undo: list[Callable[[], None]] = []
         self.block_size = geometry.block_size
         self.decode_first = decode_first
