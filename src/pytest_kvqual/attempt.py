@@ -49,6 +49,10 @@ def poisoned(name: str, fault: str) -> str:
     return f"{stem}-poison-{fault}{dot}{suffix}"
 
 
+def _stem(name: str) -> str:
+    return name.partition(".")[0]
+
+
 _ALTERABLE: Final = ("parameters", "scales")
 """The parts of a worker's identity that a change in the running process can alter."""
 
@@ -277,6 +281,9 @@ class Attempt:
                 with suppress(KvqualError):
                     self._count_activity(server)
                 server.stop()
+        with suppress(KvqualError):
+            # Also where the failure came up while the server was stopped.
+            if (self.path / SERVER_LOG).exists() and not self.has(SERVER_LOG):
                 self._bundle.seal(SERVER_LOG)
         with suppress(KvqualError):
             self._keep_dispatch()
@@ -542,6 +549,8 @@ class Attempt:
                 timeout_s=study.engine.request_timeout_s,
                 progress=self._steps(what),
             )
+        if fault is None:
+            self._dispatched_again(_stem(name))
 
     def nll(self, name: str, *, fault: str | None = None, documents: int | None = None) -> None:
         """The raw loss of each forced target of the nll panel, or of its first ``documents`` under a fault."""
@@ -562,6 +571,8 @@ class Attempt:
                 documents=documents,
                 progress=self._steps(what),
             )
+        if fault is None:
+            self._dispatched_again(_stem(name))
 
     def reference(self) -> None:
         """The parity panel in process, in both orders, with the arm's own engine arguments. The server must be gone.

@@ -75,6 +75,11 @@ class World:
         reproducers = self.reproducers if options.get("fault") is None else []
         return {"fault": options.get("fault"), "records": [{"rank": 0, "reproducers": reproducers}], "responses": []}
 
+    def capture_task(self, server: object, panel: Any, writer: Any, **options: object) -> int:
+        self.events.append("task")
+        writer.append({"whole": True})
+        return 1
+
     def capture_orders(self, server: object, panel: Any, writer: Any, **options: Any) -> dict[str, list[object]]:
         self.events.append(("orders", len(panel.items), tuple(options["runs"]), options["rotation"]))
         for run in options["runs"]:
@@ -103,6 +108,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("pytest_kvqual.capture.dispatch.read_dispatch", made.read_dispatch)
     monkeypatch.setattr("pytest_kvqual.capture.oracle.capture_oracle", made.capture_oracle)
     monkeypatch.setattr("pytest_kvqual.capture.orders.capture_orders", made.capture_orders)
+    for task in ("parity", "nll"):
+        monkeypatch.setattr(f"pytest_kvqual.capture.quality.capture_{task}", made.capture_task)
     return made
 
 
@@ -166,11 +173,19 @@ def test_a_fault_is_taken_back_after_a_failed_reading(world: World, attempt: Att
     assert world.events == [("kvqual_plant", "one"), "reading", ("kvqual_unplant",)]
 
 
-@pytest.mark.parametrize("capture", ["oracle", "determinism"])
+CAPTURES: dict[str, tuple[Callable[[Attempt], None], str]] = {
+    "oracle": (lambda attempt: attempt.oracle(()), "oracle.json"),
+    "determinism": (lambda attempt: attempt.determinism(()), "order-comparison.json"),
+    "parity": (lambda attempt: attempt.parity("parity.jsonl", "forward"), "parity.jsonl"),
+    "nll-again": (lambda attempt: attempt.nll("nll-again.jsonl"), "nll-again.jsonl"),
+}
+
+
+@pytest.mark.parametrize("capture", CAPTURES)
 def test_dispatch_is_read_again_after_a_capture(world: World, attempt: Attempt, capture: str) -> None:
     """Where nothing changed, every reading is kept when the server stops."""
     attempt.dispatch(())
-    getattr(attempt, capture)(())
+    CAPTURES[capture][0](attempt)
     assert world.events[-1] == "reading"
     attempt.complete()
     assert sealed(attempt).document("dispatch-after.json") == {
@@ -181,23 +196,29 @@ def test_dispatch_is_read_again_after_a_capture(world: World, attempt: Attempt, 
     assert sealed(attempt).outcome == "complete"
 
 
-@pytest.mark.parametrize(("capture", "kept"), [("oracle", "oracle.json"), ("determinism", "order-comparison.json")])
-def test_another_kernel_after_a_capture_fails_the_attempt(
-    world: World, attempt: Attempt, capture: str, kept: str
-) -> None:
+@pytest.mark.parametrize("capture", CAPTURES)
+def test_another_kernel_after_a_capture_fails_the_attempt(world: World, attempt: Attempt, capture: str) -> None:
     """A layer that fell back in mid-capture is a failure that names both files, and both readings are kept."""
     world.readings = [HEALTHY, FALLEN]
     attempt.dispatch(())
     text = f"candidate: found other kernels after {capture} than at the start, expected the same"
     with pytest.raises(CaptureError, match=text) as caught, attempt.failing():
-        getattr(attempt, capture)(())
+        CAPTURES[capture][0](attempt)
     assert "dispatch.json with " in caught.value.advice
     assert attempt.failure is caught.value
     reader = sealed(attempt)
     assert (reader.outcome, reader.reason.startswith(text)) == ("failed", True)
     readings: Any = reader.document("dispatch-after.json")["readings"]
     assert [(reading["after"], reading["ranks"]) for reading in readings] == [("boot", HEALTHY), (capture, FALLEN)]
-    assert reader.has(kept)
+    assert reader.has(CAPTURES[capture][1])
+
+
+def test_dispatch_is_not_read_after_a_planted_fault(world: World, attempt: Attempt) -> None:
+    """What runs under a seeded fault is the fault's affair."""
+    attempt.dispatch(())
+    attempt.parity("parity-poison-one.jsonl", "forward", fault="one", prompts=4)
+    attempt.nll("nll-poison-one.jsonl", fault="one", documents=8)
+    assert world.events.count("reading") == 1
 
 
 def test_a_lost_server_leaves_the_readings_that_there_were(world: World, attempt: Attempt) -> None:
@@ -216,6 +237,24 @@ def test_an_attempt_without_dispatch_reads_no_kernels(world: World, attempt: Att
     attempt.complete()
     assert "reading" not in world.events
     assert not sealed(attempt).has("dispatch-after.json")
+
+
+def test_a_server_that_ended_by_itself_leaves_its_log(
+    world: World, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure that comes up while the server is stopped keeps log and readings like any other."""
+
+    def check(server: FakeServer) -> None:
+        raise ServerError("the server ended")
+
+    attempt.dispatch(())
+    monkeypatch.setattr(FakeServer, "check", check)
+    with pytest.raises(ServerError, match="the server ended"), attempt.failing():
+        attempt.complete()
+    reader = sealed(attempt)
+    assert reader.outcome == "failed"
+    assert reader.data("server.log") == b"up\n"
+    assert reader.has("dispatch-after.json")
 
 
 # -- oracle -----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,12 @@ INPUTS: dict[str, tuple[tuple[str | int, ...], Any, Outcome, str]] = {
         Outcome.INCONCLUSIVE,
         "found 3 digests, expected 4, one per step",
     ),
-    "one step": (("runs", "original", 0), {"rank": 0, "steps": 1, "digests": ["a" * 64]}, Outcome.INCONCLUSIVE, "steps"),
+    "one step": (
+        ("runs", "original", 0),
+        {"rank": 0, "steps": 1, "digests": ["a" * 64]},
+        Outcome.INCONCLUSIVE,
+        "steps",
+    ),
     "no step": (("runs", "original", 0), {"rank": 0, "steps": 0, "digests": []}, Outcome.INCONCLUSIVE, "steps"),
     "no digest": (("runs", "rotated", 0, "digests", 1), "abc", Outcome.INCONCLUSIVE, "digests[1]"),
     "another rank": (
