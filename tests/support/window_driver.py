@@ -58,7 +58,10 @@ class Driver:
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     on_maps: Callable[[Maps], None] = lambda maps: None
-    on_write: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = lambda key, value: (key, value)
+    on_write: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = lambda key, value: (
+        key,
+        value,
+    )
     after_write: Callable[[str, torch.Tensor], None] = lambda layer, cache: None
     on_output: Callable[[str, torch.Tensor], None] = lambda layer, output: None
     read: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = lambda key, value: (key, value)

@@ -74,17 +74,21 @@ def check(path: Path) -> tuple[str, list[str]]:
         reason = getattr(error, "strerror", None) or "it is no .npz archive"
         raise EvidenceError(f"{path}: cannot be read: {reason}, expected a reproducer") from error
     except Exception as error:  # zipfile and zlib raise types of their own for a damaged archive
-        raise EvidenceError(f"{path}: cannot be read: {error}, expected a reproducer") from error
+        raise EvidenceError(f"{path}: cannot be read: {_one_line(error)}, expected a reproducer") from error
     what = str(held.get("what", ""))
-    if what not in _ARRAYS or int(held.get("schema", 0)) != SCHEMA:
+    if what not in _ARRAYS or held.get("schema", np.array(0)).tolist() != SCHEMA:
         raise EvidenceError(f"{path}: found kind {what!r}, expected one of {', '.join(_ARRAYS)} of schema {SCHEMA}")
     missing = [name for name in _ARRAYS[what] if name not in held]
     if missing:
         raise EvidenceError(f"{path}: found no array {missing[0]!r}, expected {', '.join(_ARRAYS[what])}")
     try:
         return str(held["text"]), _CHECKS[what](held)
-    except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise EvidenceError(f"{path}: its arrays do not fit together: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise EvidenceError(f"{path}: its arrays do not fit together: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _tensor(held: Mapping[str, Any], name: str) -> torch.Tensor:

@@ -137,7 +137,9 @@ def _elsewhere(wrong: Wrong, place: int, peek: Callable[[torch.Tensor], Cells], 
     """``; its own value lies one slot early``, where it is beside the slot or in block 0."""
     slot = int(wrong.slots[place])
     beside = [slot + step for step in (-1, 1, -block_size, block_size)]
-    near = torch.tensor([at for at in [*beside, *range(block_size)] if 0 <= at < slots and at != slot])
+    near = torch.tensor(
+        [at for at in [*beside, *range(block_size)] if 0 <= at < slots and at != slot], dtype=torch.int64
+    )
     cells = peek(near)
     same = (cells.k == wrong.expected.k[place]).flatten(1).all(dim=1)
     same &= (cells.v == wrong.expected.v[place]).flatten(1).all(dim=1)
