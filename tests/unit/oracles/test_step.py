@@ -28,7 +28,7 @@ def _request(name: str, start: int, scheduled: int, blocks: tuple[int, ...]) -> 
     ],
 )
 def test_slots_follow_the_block_ids(blocks: list[int], positions: list[int], expected: list[int]) -> None:
-    """A slot is the block of its position times the block size, plus the offset; a position without a block has none."""
+    """A slot is block times block size plus offset; a position without a block has none."""
     assert slots_of(blocks, torch.tensor(positions, dtype=torch.int64), 4).tolist() == expected
 
 
