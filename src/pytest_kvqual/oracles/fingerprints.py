@@ -22,13 +22,13 @@ import torch
 TARGET_SCORE = 16.0
 _BEYOND = 500.0
 _BEYOND_EVERY = 16
-_STEP = 31
+_GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
 _WORD = 63  # sign bits taken of one hashed integer
 
 
 def _hash(value: torch.Tensor) -> torch.Tensor:
     """A 64-bit mix of each element (the finaliser of splitmix64, Steele et al. 2014); int64 wraps around."""
-    value = value + -7046029254386353131  # 0x9E3779B97F4A7C15
+    value = value + _GOLDEN
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return value ^ ((value >> 31) & 0x1FFFFFFFF)
@@ -116,9 +116,10 @@ def targets(
     low = torch.searchsorted(candidates, first)
     count = torch.searchsorted(candidates, positions, right=True) - low
     choices = (count + beside.shape[1])[:, None]
-    # Successive rows go through all choices: the step between them has no factor in common with their number.
-    step = torch.where(choices % _STEP == 0, 1, _STEP)
-    choice = (torch.arange(query_heads)[None, :] + query_heads * layer + step * positions[:, None]) % choices
+    # Successive rows begin at multiples of the golden ratio of all choices: any run of rows spreads evenly over them,
+    # while their number grows too (Weyl; a fixed step stands still where it grows with the position).
+    begin = (((positions * _GOLDEN) >> 33) & 0x7FFFFFFF)[:, None] * choices >> 31
+    choice = (torch.arange(query_heads)[None, :] + query_heads * layer + begin) % choices
     extra = choice - count[:, None]
     found = beside.gather(1, extra.clamp(min=0))
     if candidates.numel():
