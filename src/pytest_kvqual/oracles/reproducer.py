@@ -40,6 +40,16 @@ _ARRAYS: Mapping[str, tuple[str, ...]] = {
     "fill": ("before", "after"),
 }
 
+_ALIKE = (
+    ("found_k", "expected_k"),
+    ("found_v", "expected_v"),
+    ("output", "query"),
+    ("other_output", "query"),
+    ("other_tolerance", "query"),
+    ("after", "before"),
+)
+"""Arrays of one shape: else they would be compared by broadcasting."""
+
 
 def pack(what: str, text: str, arrays: Mapping[str, torch.Tensor], **numbers: float | int | str) -> bytes:
     """The bytes of a reproducer of kind ``what`` for the finding ``text``.
@@ -68,7 +78,8 @@ def check(path: Path) -> tuple[str, list[str]]:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # From memory: numpy leaves a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
             held = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError) as error:
         reason = getattr(error, "strerror", None) or "it is no .npz archive"
@@ -81,6 +92,12 @@ def check(path: Path) -> tuple[str, list[str]]:
     missing = [name for name in _ARRAYS[what] if name not in held]
     if missing:
         raise EvidenceError(f"{path}: found no array {missing[0]!r}, expected {', '.join(_ARRAYS[what])}")
+    for name, like in _ALIKE:
+        if name in _ARRAYS[what] and held[name].shape != held[like].shape:
+            raise EvidenceError(
+                f"{path}: its arrays do not fit together: {name} is {held[name].shape}, expected {held[like].shape} as"
+                f" {like}"
+            )
     try:
         return str(held["text"]), _CHECKS[what](held)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
