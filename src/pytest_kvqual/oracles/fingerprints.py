@@ -7,8 +7,10 @@ fingerprint pass replaces what the model computed:
 - V of (request, position, KV head) is a vector of signs times one of eight magnitudes, different for every triple; at
   every sixteenth position its first element is beyond the range of an 8-bit format, which must clamp it;
 - the query of each (row, query head, layer) is the K of one earlier position times a factor that makes its score
-  :data:`TARGET_SCORE`, so that the output is the V of that position. Over heads and layers the targets go through every
-  block boundary, the first position of the window, the row's own position and the one before it.
+  :data:`TARGET_SCORE`, so that the output is the V of that position. Over heads, layers and rows the targets go through
+  every block boundary, the first position of the window, the row's own position and the one before it. Two lie just out
+  of sight, the last position before the window and the one behind the row: a row that reads one too many finds its
+  target there, and one that does not finds a mixture.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import torch
 TARGET_SCORE = 16.0
 _BEYOND = 500.0
 _BEYOND_EVERY = 16
+_GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
 _WORD = 63  # sign bits taken of one hashed integer
 
 
 def _hash(value: torch.Tensor) -> torch.Tensor:
     """A 64-bit mix of each element (the finaliser of splitmix64, Steele et al. 2014); int64 wraps around."""
-    value = value + -7046029254386353131  # 0x9E3779B97F4A7C15
+    value = value + _GOLDEN
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return value ^ ((value >> 31) & 0x1FFFFFFFF)
@@ -83,7 +86,10 @@ def boundaries(length: int, block_size: int, chunks: Sequence[int] = ()) -> torc
 def targets(
     positions: torch.Tensor, candidates: torch.Tensor, *, query_heads: int, layer: int, window: int | None
 ) -> torch.Tensor:
-    """The position that each (row, query head) looks at: int64 ``[n, query_heads]``, each within the row's sight.
+    """The position that each (row, query head) looks at: int64 ``[n, query_heads]``.
+
+    Each is within the row's sight, but for the two positions beside it; of these, one that is not below 0 nor above the
+    last of ``positions``.
 
     Args:
         positions: int64 ``[n]``, the rows' own positions.
@@ -92,21 +98,36 @@ def targets(
         layer: The layer's number.
         window: A row sees its last ``window`` positions; None for all.
     """
+    if not positions.numel():
+        return torch.empty(0, query_heads, dtype=torch.int64)
     first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
+    # Beside the candidates in sight: the row's own position, the one before it, the first that it sees, and the two
+    # just out of sight; the own one where there is none.
+    beside = torch.stack(
+        [
+            positions,
+            torch.maximum(positions - 1, first),
+            first,
+            torch.where(first > 0, first - 1, positions),
+            (positions + 1).clamp(max=int(positions.max())),
+        ],
+        dim=1,
+    )
     low = torch.searchsorted(candidates, first)
     count = torch.searchsorted(candidates, positions, right=True) - low
-    turn = torch.arange(query_heads)[None, :] + query_heads * layer + 31 * positions[:, None]
-    # Beside the candidates: the row's own position, the one before it, and the first that it sees.
-    choice = turn % (count + 3)[:, None]
-    place = (low[:, None] + choice).clamp(max=max(0, candidates.numel() - 1))
-    own, extra = positions[:, None], choice - count[:, None]
-    before = torch.maximum(own - 1, first[:, None])
-    listed = candidates[place] if candidates.numel() else own.expand_as(choice)
-    found = torch.where(extra == 0, own, torch.where(extra == 1, before, first[:, None].expand_as(choice)))
-    looked = torch.where(extra < 0, listed, found)
+    choices = (count + beside.shape[1])[:, None]
+    # Successive rows begin at multiples of the golden ratio of all choices: any run of rows spreads evenly over them,
+    # while their number grows too (Weyl; a fixed step stands still where it grows with the position).
+    begin = (((positions * _GOLDEN) >> 33) & 0x7FFFFFFF)[:, None] * choices >> 31
+    choice = (torch.arange(query_heads)[None, :] + query_heads * layer + begin) % choices
+    extra = choice - count[:, None]
+    found = beside.gather(1, extra.clamp(min=0))
+    if candidates.numel():
+        place = (low[:, None] + choice).clamp(max=candidates.numel() - 1)
+        found = torch.where(extra < 0, candidates[place], found)
     # One head of each row looks at the row's own position: else two rows could look at the same positions in all heads.
-    looked[:, layer % query_heads] = positions
-    return looked
+    found[:, layer % query_heads] = positions
+    return found
 
 
 def spikes(keys: torch.Tensor, at: torch.Tensor, *, softmax_scale: float, dtype: torch.dtype) -> torch.Tensor:

@@ -40,6 +40,16 @@ _ARRAYS: Mapping[str, tuple[str, ...]] = {
     "fill": ("before", "after"),
 }
 
+_ALIKE = (
+    ("found_k", "expected_k"),
+    ("found_v", "expected_v"),
+    ("output", "query"),
+    ("other_output", "query"),
+    ("other_tolerance", "query"),
+    ("after", "before"),
+)
+"""Arrays of one shape: else they would be compared by broadcasting."""
+
 
 def pack(what: str, text: str, arrays: Mapping[str, torch.Tensor], **numbers: float | int | str) -> bytes:
     """The bytes of a reproducer of kind ``what`` for the finding ``text``.
@@ -68,24 +78,34 @@ def check(path: Path) -> tuple[str, list[str]]:
     import numpy as np
 
     try:
-        # Opened here: numpy leaves a damaged archive open.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        # From memory: numpy leaves a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
             held = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError) as error:
         reason = getattr(error, "strerror", None) or "it is no .npz archive"
         raise EvidenceError(f"{path}: cannot be read: {reason}, expected a reproducer") from error
     except Exception as error:  # zipfile and zlib raise types of their own for a damaged archive
-        raise EvidenceError(f"{path}: cannot be read: {error}, expected a reproducer") from error
+        raise EvidenceError(f"{path}: cannot be read: {_one_line(error)}, expected a reproducer") from error
     what = str(held.get("what", ""))
-    if what not in _ARRAYS or int(held.get("schema", 0)) != SCHEMA:
+    if what not in _ARRAYS or held.get("schema", np.array(0)).tolist() != SCHEMA:
         raise EvidenceError(f"{path}: found kind {what!r}, expected one of {', '.join(_ARRAYS)} of schema {SCHEMA}")
     missing = [name for name in _ARRAYS[what] if name not in held]
     if missing:
         raise EvidenceError(f"{path}: found no array {missing[0]!r}, expected {', '.join(_ARRAYS[what])}")
+    for name, like in _ALIKE:
+        if name in _ARRAYS[what] and held[name].shape != held[like].shape:
+            raise EvidenceError(
+                f"{path}: its arrays do not fit together: {name} is {held[name].shape}, expected {held[like].shape} as"
+                f" {like}"
+            )
     try:
         return str(held["text"]), _CHECKS[what](held)
-    except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise EvidenceError(f"{path}: its arrays do not fit together: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise EvidenceError(f"{path}: its arrays do not fit together: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _tensor(held: Mapping[str, Any], name: str) -> torch.Tensor:

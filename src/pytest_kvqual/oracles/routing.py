@@ -85,8 +85,8 @@ def check_cells(
 ) -> None:
     """Records the cells that differ and says, for one of them, what it holds and where that belongs.
 
-    The one is the first whose value the ledger holds somewhere, or else the first; where the ledger holds its value
-    nowhere, the slots beside it and those of block 0 are searched for the value that it must hold.
+    The one is the first whose value the ledger holds somewhere, or else the first. Where somebody wrote it, the slots
+    beside it and those of block 0 are searched for the value that it must hold.
 
     Args:
         tally: Where findings go.
@@ -119,7 +119,7 @@ def check_cells(
         kind,
         f"{layer}: block {slot // block_size} offset {slot % block_size} (slot {slot}, {owner(slot)}), {what} of KV "
         f"head {', '.join(str(head) for head in sorted({*k, *v}))}: {text or _nowhere(wrong, place, decode)}"
-        f"{_elsewhere(wrong, place, peek, slots, block_size)} "
+        f"{_elsewhere(wrong, place, holdings, peek, slots, block_size)} "
         f"({int(wrong.k.sum())} K and {int(wrong.v.sum())} V cells differ)",
         wrong.cells,
     )
@@ -137,11 +137,23 @@ def _home(wrong: Wrong, place: int, holdings: Sequence[Holding], block_size: int
     return ""
 
 
-def _elsewhere(wrong: Wrong, place: int, peek: Callable[[torch.Tensor], Cells], slots: int, block_size: int) -> str:
+def _elsewhere(
+    wrong: Wrong,
+    place: int,
+    holdings: Sequence[Holding],
+    peek: Callable[[torch.Tensor], Cells],
+    slots: int,
+    block_size: int,
+) -> str:
     """``; its own value lies one slot early``, where it is beside the slot or in block 0."""
     slot = int(wrong.slots[place])
+    if not any(bool((holding.slots == slot).any()) for holding in holdings):
+        # Nobody wrote it: what it must hold (zeros, in a fresh pool) may lie anywhere.
+        return ""
     beside = [slot + step for step in (-1, 1, -block_size, block_size)]
-    near = torch.tensor([at for at in [*beside, *range(block_size)] if 0 <= at < slots and at != slot])
+    near = torch.tensor(
+        [at for at in [*beside, *range(block_size)] if 0 <= at < slots and at != slot], dtype=torch.int64
+    )
     cells = peek(near)
     same = (cells.k == wrong.expected.k[place]).flatten(1).all(dim=1)
     same &= (cells.v == wrong.expected.v[place]).flatten(1).all(dim=1)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pytest_kvqual.errors import FormatError
 from pytest_kvqual.kv.formats import Cells, Format
 from pytest_kvqual.kv.ledger import Ledger
 from pytest_kvqual.oracles import fills, fingerprints, maps, outputs, placement, reproducer, routing
@@ -246,6 +247,7 @@ class Window:
         held = self._requests.pop(request, None)
         if held is None:
             return
+        self._unseen = [(name, cached) for name, cached in self._unseen if name != request]
         self._retire_prefix(request, held)
         self._recycled.update(block for block in held.blocks if block != NO_SLOT)
         self._retired[request] = _Retired(number=held.number, furthest=held.furthest, tokens=tuple(held.tokens))
@@ -531,11 +533,25 @@ class Window:
             write(key, value)
             return
         view, rows = here.view, plan.rows
+        if key[0].numel() != view.kv_heads * view.head_size or value.shape != key.shape:
+            tally.find(
+                "wrong-shape",
+                f"{layer}: found K of {tuple(key.shape)} and V of {tuple(value.shape)}, expected"
+                f" [T, {view.kv_heads}, {view.head_size}] of both",
+                rows,
+            )
+            write(key, value)
+            return
         key, value = key.view(-1, view.kv_heads, view.head_size), value.view(-1, view.kv_heads, view.head_size)
         if self._probe:
             key, value = self._fingerprints(plan, here, key, value)
         # Encoded before the call: a backend that writes to its inputs must not write to the ledger.
-        cells = view.codec.encode(key[:rows], value[:rows], view.v_scale)
+        try:
+            cells = view.codec.encode(key[:rows], value[:rows], view.v_scale)
+        except FormatError as error:
+            tally.find("wrong-shape", f"{layer}: {error}", rows)
+            write(key, value)
+            return
         odd = ~(torch.isfinite(key[:rows]).flatten(1).all(dim=1) & torch.isfinite(value[:rows]).flatten(1).all(dim=1))
         if bool(odd.any()):
             row = int(torch.nonzero(odd).flatten()[0])
@@ -689,6 +705,11 @@ class Window:
             query = query.clone()
             query[:rows] = asked.view(query[:rows].shape)
         result = run(query, key, value)
+        if output.shape[0] < rows:
+            self["placement"].find(
+                "no-rows", f"{layer}: found {output.shape[0]} output rows for a step of {rows} rows", rows
+            )
+            return result
         if self._fills:
             self._run_fills(layer, plan, view, table, output, lambda: run(query, key, value))
         if history is None:
@@ -796,33 +817,36 @@ class Window:
             head_size=view.head_size,
             dtype=before.dtype,
             v_scale=view.v_scale,
-            other=self._other_cells(layer, plan, view),
+            other=self._other_cells(layer, plan, view, before.dtype),
         )
-        for fill in fills.NAMES:
-            view.codec.place(view.cache, slots, made[fill])
-            run()
-            self._filled[fill] += plan.rows
-            row = fills.check_fill(tally, plan, layer=layer, fill=fill, before=before, after=output)
-            if row is not None and "replay" not in self._reproducers:
-                self._reproducers["replay"] = reproducer.pack(
-                    "fill",
-                    tally.findings[-1],
-                    {
-                        "before": before[row].contiguous().view(torch.uint8),
-                        "after": output[row].contiguous().view(torch.uint8),
-                    },
-                    layer=layer,
-                    fill=fill,
-                )
-        view.codec.place(view.cache, slots, kept)
-        output.copy_(before)
+        try:
+            for fill in fills.NAMES:
+                view.codec.place(view.cache, slots, made[fill])
+                run()
+                self._filled[fill] += plan.rows
+                row = fills.check_fill(tally, plan, layer=layer, fill=fill, before=before, after=output)
+                if row is not None and "replay" not in self._reproducers:
+                    self._reproducers["replay"] = reproducer.pack(
+                        "fill",
+                        tally.findings[-1],
+                        {
+                            "before": before[row].contiguous().view(torch.uint8),
+                            "after": output[row].contiguous().view(torch.uint8),
+                        },
+                        layer=layer,
+                        fill=fill,
+                    )
+        finally:
+            # A backend that raises must not leave the cache filled.
+            view.codec.place(view.cache, slots, kept)
+            output.copy_(before)
 
-    def _other_cells(self, layer: str, plan: StepPlan, view: LayerView) -> Cells:
+    def _other_cells(self, layer: str, plan: StepPlan, view: LayerView, dtype: torch.dtype) -> Cells:
         """Written cells to fill with: of the step's last request; a fill of its own tail is of other positions."""
         request = plan.requests[-1]
         length = self._ledger.length(layer, request.request)
         if not length:
-            one = torch.ones(1, view.kv_heads, view.head_size, dtype=torch.bfloat16)
+            one = torch.ones(1, view.kv_heads, view.head_size, dtype=dtype)
             return view.codec.encode(one, one, view.v_scale)
         return _split(view, self._ledger.history(layer, request.request, length))
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from graph_engine import BLOCK, HEADS, KV_HEADS, SCALE, SIZE, Batch, GraphEngine
-from pytest_kvqual.oracles.window import LayerView, Window
 
 from pytest_kvqual.kv import formats
+from pytest_kvqual.oracles.window import LayerView, Window
 
 Plant = Callable[[int, Batch, GraphEngine], None]
 
