@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 from pytest_kvqual.faults import matrix
 from pytest_kvqual.faults.scenarios import SCENARIOS
 
-pytestmark = [pytest.mark.controls, pytest.mark.cpu]
+pytestmark = [pytest.mark.controls]
 
 PLANTED = [fault for fault in FAULTS.values() if "transfer" in fault.where]
 
