@@ -63,6 +63,7 @@ class Driver:
         value,
     )
     after_write: Callable[[str, torch.Tensor], None] = lambda layer, cache: None
+    after_attend: Callable[[str, torch.Tensor], None] = lambda layer, cache: None
     on_output: Callable[[str, torch.Tensor], None] = lambda layer, output: None
     read: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = lambda key, value: (key, value)
     skip_update: bool = False
@@ -206,6 +207,7 @@ class Driver:
             )
             assert found == "ran"
             self.outputs.append(output.clone())
+            self.after_attend(name, cache)
 
     def _attend(self, name: str, query: torch.Tensor, maps: Maps, output: torch.Tensor) -> None:
         """What a backend does: it follows the maps, wherever they lead inside the pool."""

@@ -950,6 +950,9 @@ class Window:
         for index, request in enumerate(plan.requests):
             if request.scheduled == 1 and 1 < request.seq_len <= _SAMPLE_TOKENS:
                 row = starts[index]
+                if not bool(torch.isfinite(asked[row]).all() and torch.isfinite(output[row]).all()):
+                    # It is a finding, and JSON has no word for it.
+                    continue
                 cells = self._ledger.history(view.name, request.request, request.seq_len)
                 self._sample = {
                     "layer": view.name,
