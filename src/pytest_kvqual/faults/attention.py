@@ -148,7 +148,7 @@ def _zero_weight(call: Call, request: int, block: int, first: int, rows: slice) 
     if tile.element_size() == 1:
         end = 3 * size if tile.shape[-1] == 3 * size else 2 * size
         values = tile[:, first:, end - size : end].contiguous().view(torch.float8_e4m3fn).float()
-    elif getattr(call.layer.impl, "isa", None) is None:
+    elif getattr(call.layer, "isa", None) is None:
         values = tile[:, first:, size:].float()
     else:  # the stock kernel permutes the tile: its whole content
         values = tile.float()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from pytest_kvqual.faults.planting import replace
+from pytest_kvqual.worker.scales import copies
 
 
 def weights_altered(worker: Any) -> None:
@@ -49,6 +51,14 @@ def scale_copy_altered(worker: Any) -> None:
 def scales_left_at_one(worker: Any) -> None:
     """No layer was given its scales: every copy of both is 1, so that writes and reads agree."""
     for layer in worker.kvqual_layers().values():
-        for name in [name for name in vars(layer) if name.startswith(("_k_scale", "_v_scale"))]:
-            held = getattr(layer, name)
-            replace(worker, layer, name, torch.ones_like(held) if isinstance(held, torch.Tensor) else 1.0)
+        for which in ("k_scale", "v_scale"):
+            for name, held in copies(layer, which).items():
+                holder = layer.impl if name.startswith("impl.") else layer
+                attribute = name.removeprefix("impl.")
+                if not attribute.startswith("_"):
+                    continue  # what was declared, not a copy that a kernel reads
+                if isinstance(held, torch.Tensor):
+                    worker.kvqual_undo.append(partial(held.copy_, held.clone()))
+                    held.fill_(1.0)
+                else:
+                    replace(worker, holder, attribute, 1.0)
