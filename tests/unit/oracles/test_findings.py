@@ -54,3 +54,12 @@ def test_the_mapping_is_json_and_detached() -> None:
         "findings_total": 2,
         "kinds": {"wrong-cell": 2},
     }
+
+
+def test_forty_findings_are_kept_in_words() -> None:
+    """The forty-first is counted and not kept."""
+    tally = Tally()
+    for number in range(41):
+        tally.find("wrong-cell", f"line {number}")
+    assert tally.findings == [f"line {number}" for number in range(40)]
+    assert tally.findings_total == 41
