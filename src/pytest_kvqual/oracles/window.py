@@ -426,16 +426,17 @@ class Window:
         if one.identity != two.identity or one.tokens[:end] != two.tokens[:end]:
             return False
         rows = {request.request: request for request in self._plan.requests} if self._plan else {}
-        writers = 0
+        writers, takers = [], []
         for name, held in ((left, one), (right, two)):
             row = rows.get(name)
             if min(held.computed, row.start if row else held.computed) >= end:
-                continue
-            # A block may be taken in the step in which its one writer completes it.
-            if row is None or row.seq_len < end:
+                takers.append(name)
+            elif row is None or row.seq_len < end:
                 return False
-            writers += 1
-        return writers <= 1
+            else:
+                writers.append(name)
+        # A block may be taken in the very step in which its one writer completes it, and not be written again later.
+        return not writers or (len(writers) == 1 and all(name in self._awaited for name in takers))
 
     def _adopt(self, plan: StepPlan) -> None:
         """Takes new blocks into the shadow, and states what positions taken from the cache must hold."""
