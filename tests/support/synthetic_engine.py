@@ -104,6 +104,9 @@ class SyntheticEngine:
     def kvqual_block_size(self) -> int:
         return BLOCK
 
+    def kvqual_codec(self, layer: str) -> formats.Format:
+        return self._format
+
     def kvqual_metadata_builders(self) -> list[Builder]:
         return [self._builder]
 

@@ -9,21 +9,23 @@ import torch
 from synthetic_engine import BLOCK, SyntheticEngine, workload
 
 from pytest_kvqual.faults import FAULTS
-from pytest_kvqual.worker.wire import WorkerError, resolve
+from pytest_kvqual.faults.seeded import seeded
+from pytest_kvqual.worker.wire import resolve
 
-# 16-bit V has no scale that could be dropped.
 PLANTED = [
     (kv_format, name)
     for kv_format in ("k16v16", "k16v8")
-    for name, fault in FAULTS.items()
-    if fault.claimed_by != "identity" and (kv_format, name) != ("k16v16", "v-scale-dropped-on-read")
+    for gate in ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
+    for name in seeded(gate, scales=kv_format == "k16v8")
+    # The synthetic engine has no chunked prompt long enough, and random bytes in its pool, NaN among them.
+    if name != "chunk-sees-only-itself"
 ]
 
 
-def _run(engine: SyntheticEngine, fault: str | None = None, seed: int = 1) -> dict[str, Any]:
+def _run(engine: SyntheticEngine, fault: str | None = None, seed: int = 1, *, fills: bool = False) -> dict[str, Any]:
     if fault is not None:
         resolve(FAULTS[fault].plant)(engine)
-    window = engine.open()
+    window = engine.open(probe=fills, fills=fills)
     workload(engine, seed=seed)
     record: dict[str, Any] = window.finish()
     while engine.kvqual_undo:
@@ -49,12 +51,10 @@ def test_a_healthy_engine_has_no_findings(kv_format: str, seed: int) -> None:
 
 @pytest.mark.parametrize(("kv_format", "fault"), PLANTED)
 def test_a_planted_fault_is_caught_by_the_gate_that_claims_it(kv_format: str, fault: str) -> None:
-    """The claiming gate has findings; a placement fault leaves routing green, so it is caught where it is claimed."""
-    record = _run(SyntheticEngine(kv_format), fault)
+    """The section of the claiming gate has findings, through the taps as the worker puts them on."""
     claimed = FAULTS[fault].claimed_by
+    record = _run(SyntheticEngine(kv_format), fault, fills=claimed == "replay")
     assert record[claimed]["findings_total"] > 0
-    if claimed == "placement":
-        assert record["routing"]["findings_total"] == 0
 
 
 def test_a_fault_is_gone_once_it_is_taken_back() -> None:
@@ -110,13 +110,14 @@ def test_an_empty_window_has_checked_nothing() -> None:
     assert record["row_map"]["self_test"] == "missed"
 
 
-def test_a_request_in_flight_before_the_window_is_refused() -> None:
+def test_a_request_in_flight_before_the_window_is_a_finding() -> None:
     """A window that opened over a running request says so instead of checking half of it."""
     engine = SyntheticEngine()
     engine.step([("a", 3)], new={"a": [1, 2, 3]})
-    engine.open()
-    with pytest.raises(WorkerError, match="request a was in flight before the oracle window opened"):
-        engine.step([("a", 1)])
+    window = engine.open()
+    engine.step([("a", 1)])
+    record: Any = window.finish()
+    assert record["routing"]["kinds"]["unknown-request"] > 0
 
 
 def test_a_permuted_row_map_is_found() -> None:
