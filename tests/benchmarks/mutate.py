@@ -1,11 +1,13 @@
 """Mutates the oracles one place at a time and runs their tests against each mutant.
 
-    nice -n 15 python tests/benchmarks/mutate.py --minutes 25 --out mutants.jsonl
+    python tests/benchmarks/mutate.py --reach reach.json --trace
+    nice -n 15 python tests/benchmarks/mutate.py --reach reach.json --minutes 25 --out mutants.jsonl
 
 Mutations: a comparison and its neighbour, ``and`` and ``or``, arithmetic, ``not`` and ``~`` left out, an integer plus
 one, a float doubled, a boolean exchanged, a returned value replaced by None, a slice one longer, a bare condition
 negated. Text of messages, annotations, docstrings and decorators are left alone. The package is copied to a temporary
-folder; each mutant is written there and tested in a forked child that has torch and pytest loaded and no oracle.
+folder; each mutant is written there and tested in a forked child that has torch and pytest loaded and no oracle, with
+the tests that reach its line.
 ``docs/mutation.md`` explains what survives.
 """
 
@@ -22,8 +24,10 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
@@ -41,8 +45,11 @@ ORDER = (
     "findings",
 )
 LIMIT_S = 60
+SELECTED_S = 6.0
+"""Of the tests that reach a line, the fastest that take so long together are run."""
 _ARGUMENTS = (
-    *("-x", "-q", "--tb=no", "--hypothesis-seed=0", "-p", "no:cacheprovider", "-p", "pytest_kvqual.plugin"),
+    # The oracles' tests use no fixture of ours: neither the plugin nor a conftest has to be loaded.
+    *("-x", "-q", "--tb=no", "--noconftest", "-p", "no:cacheprovider"),
     # Hypothesis is loaded before pytest could rewrite it: its own assertions are not what is read here.
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
 )
@@ -181,10 +188,59 @@ def _outcome(tests: list[str]) -> str:
     return "timeout"
 
 
-def _tests_of(module: str, *, own_only: bool) -> list[list[str]]:
-    """The module's own tests first, those of the window after them."""
-    own, window = (f"tests/unit/oracles/test_{name}.py" for name in (module, "window"))
-    return [[own]] if own_only or module == "window" else [[own], [window]]
+class _Reach:
+    """A pytest plugin: which test reaches which line of the oracles, and how long each takes."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, set[str]] = {}
+        self.seconds: dict[str, float] = {}
+        self._now: set[str] = set()
+
+    @staticmethod
+    def _module(frame: types.FrameType) -> str | None:
+        path = Path(frame.f_code.co_filename)
+        return path.stem if path.parent.name == "oracles" and path.stem in ORDER else None
+
+    def _trace(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        module = self._module(frame)
+        if module is None:
+            return None
+        self._now.add(f"{module}:{frame.f_lineno}")
+        return self._trace
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call":
+            self.seconds[report.nodeid] = report.duration
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self._now = set()
+        sys.settrace(self._trace)
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        sys.settrace(None)
+        for line in self._now:
+            self.lines.setdefault(line, set()).add(item.nodeid)
+
+
+def reach() -> dict[str, list[tuple[float, str]]]:
+    """The tests of the oracles that reach each ``module:line``, with their seconds, fastest first."""
+    import pytest
+
+    plugin = _Reach()
+    status = pytest.main([*_ARGUMENTS, "tests/unit/oracles"], plugins=[plugin])
+    if status:
+        sys.exit("the tests fail without a mutation; there is nothing to be learnt from one")
+    return {line: sorted((plugin.seconds[test], test) for test in tests) for line, tests in plugin.lines.items()}
+
+
+def _selected(found: list[tuple[float, str]]) -> list[str]:
+    tests, total = [], 0.0
+    for seconds, test in found:
+        total += seconds
+        if tests and total > SELECTED_S:
+            break
+        tests.append(test)
+    return tests
 
 
 def main() -> None:
@@ -194,13 +250,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--every", type=int, default=1, help="run one mutant in so many of each module")
     parser.add_argument("--offset", type=int, default=0, help="begin with the mutant of this number")
-    parser.add_argument("--own", action="store_true", help="run the module's own tests only")
+    parser.add_argument("--reach", type=Path, required=True, help="what --trace wrote")
+    parser.add_argument("--trace", action="store_true", help="write which test reaches which line, and stop")
     parser.add_argument("--lines", default="", help="of one module: only mutants of these lines, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     options = parser.parse_args()
     lines = {int(line) for line in options.lines.split(",") if line}
     end = time.monotonic() + 60 * options.minutes
     os.chdir(ROOT)
+    os.environ["PYTEST_PLUGINS"] = "_hypothesis_pytestplugin"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    if options.trace:
+        options.reach.write_text(json.dumps(reach()))
+        return
+    reached = json.loads(options.reach.read_text())
     with tempfile.TemporaryDirectory() as folder, options.out.open("a") as out:
         copied = Path(folder) / "src"
         shutil.copytree(ROOT / "src", copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -223,9 +286,9 @@ def main() -> None:
         for module in options.modules.split(","):
             path = copied / "pytest_kvqual" / "oracles" / f"{module}.py"
             source = path.read_text()
-            for tests in _tests_of(module, own_only=options.own):
-                if _outcome(tests) != "survived":
-                    sys.exit(f"{tests[0]}: fails without a mutation; there is nothing to be learnt from one")
+            everything = [f"tests/unit/oracles/test_{module}.py"]
+            if _outcome(everything) != "survived":
+                sys.exit(f"{everything[0]}: fails without a mutation; there is nothing to be learnt from one")
             for number, (what, line, text, mutated) in enumerate(mutants(source)):
                 if (number - options.offset) % options.every or (lines and line not in lines):
                     continue
@@ -233,11 +296,9 @@ def main() -> None:
                     counts["not run"] += 1
                     continue
                 path.write_text(mutated)
-                begun, outcome = time.monotonic(), "survived"
-                for tests in _tests_of(module, own_only=options.own):
-                    outcome = _outcome(tests)
-                    if outcome != "survived":
-                        break
+                begun = time.monotonic()
+                # A default or a constant is reached while the module is loaded, before any test.
+                outcome = _outcome(_selected(reached.get(f"{module}:{line}", [])) or everything)
                 counts[outcome] += 1
                 entry = {"module": module, "line": line, "what": what, "text": text, "outcome": outcome}
                 out.write(json.dumps({**entry, "seconds": round(time.monotonic() - begun, 1)}) + "\n")

@@ -108,7 +108,8 @@ def _split(view: LayerView, cells: torch.Tensor) -> Cells:
     at = view.codec.k_bytes * view.head_size
     if hasattr(view.codec, "k_cell_bytes"):
         at = view.codec.k_cell_bytes(view.head_size)
-    return Cells(k=cells[..., :at], v=cells[..., at:])
+    # Contiguous, so that they are compared eight bytes at a time.
+    return Cells(k=cells[..., :at].contiguous(), v=cells[..., at:].contiguous())
 
 
 class Window:
