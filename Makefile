@@ -58,7 +58,7 @@ controls: model
 test: lint types imports unit engine
 
 unit: venv
-	$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 $(PYTEST_ARGS)
 
 engine: model
 	$(BIN)/python -m pytest tests -m engine $(PYTEST_ARGS)
