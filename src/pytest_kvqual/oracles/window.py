@@ -707,6 +707,7 @@ class Window:
             query = query.clone()
             query[:rows] = asked.view(query[:rows].shape)
         result = run(query, key, value)
+        self._check_padding(layer, rows, output)
         if output.shape[0] < rows:
             self["placement"].find(
                 "no-rows", f"{layer}: found {output.shape[0]} output rows for a step of {rows} rows", rows
@@ -719,6 +720,15 @@ class Window:
             return result
         self._check_outputs(here, plan, asked, history, output)
         return result
+
+    def _check_padding(self, layer: str, rows: int, output: torch.Tensor) -> None:
+        """Padding rows are nobody's, but what takes a maximum over the whole batch reads them too."""
+        odd = ~torch.isfinite(output[rows:]).flatten(1).all(dim=1) if output.shape[0] > rows else torch.zeros(0)
+        if bool(odd.any()):
+            row = rows + int(torch.nonzero(odd).flatten()[0])
+            self["placement"].find(
+                "padding-output", f"{layer}: padding row {row} of the output is not finite", int(odd.sum())
+            )
 
     def _check_maps(
         self, layer: str, plan: StepPlan, table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor
