@@ -234,7 +234,8 @@ def reach() -> dict[str, list[tuple[float, str]]]:
 
 
 def _selected(found: list[tuple[float, str]]) -> list[str]:
-    tests, total = [], 0.0
+    tests: list[str] = []
+    total = 0.0
     for seconds, test in found:
         total += seconds
         if tests and total > SELECTED_S:

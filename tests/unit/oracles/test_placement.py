@@ -161,7 +161,7 @@ def _sixteen_bit(
         peak = torch.cat([part[0] for part in parts], 1).amax(1, keepdim=True)
         factors = [torch.exp(part[0] - peak).to(dtype).float() for part in parts]
         exact = [torch.exp(part[0] - peak) for part in parts]
-        total = sum(factor * part[1] for factor, part in zip(exact, parts, strict=True))
+        total = torch.stack([factor * part[1] for factor, part in zip(exact, parts, strict=True)]).sum(0)
         outputs.append((sum(f * part[2] for f, part in zip(factors, parts, strict=True)) / total).to(dtype))
     return torch.stack(outputs)
 
@@ -300,9 +300,9 @@ def test_a_nan_that_went_in_comes_out(side: str) -> None:
         "key": _random(9, KV_HEADS, SIZE, seed=2).float(),
         "value": _random(9, KV_HEADS, SIZE, seed=3).float(),
     }
-    clean = attention(**given, start=8, scale=SCALE, rounding=ROUNDING)
+    clean = attention(*given.values(), start=8, scale=SCALE, rounding=ROUNDING)
     given[side].view(-1, SIZE)[0, 2] = math.nan
-    reference = attention(**given, start=8, scale=SCALE, rounding=ROUNDING)
+    reference = attention(*given.values(), start=8, scale=SCALE, rounding=ROUNDING)
     plan = plan_step([RowRequest(request="a", start=8, scheduled=1, blocks=(1, 2, 3))], 4)
     for output in (clean.output, reference.output, torch.zeros_like(clean.output)):
         tally = Tally()

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from window_driver import BLOCK, BLOCKS, HKV, HQ, SIZE, Driver, Maps, attention, findings, workload
 
-from pytest_kvqual.oracles import fingerprints
+from pytest_kvqual.kv.formats import Cells
+from pytest_kvqual.oracles import fingerprints, reproducer
 from pytest_kvqual.oracles import window as window_module
 from pytest_kvqual.oracles.window import CONDITIONS, SECTIONS
 
@@ -1312,7 +1313,7 @@ def _shorter_first(maps: Maps) -> None:
 def test_a_history_that_is_too_long_has_no_reproducer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong row behind so many positions is found and not kept."""
     for longest, kept in ((5, 1), (4, 0)):
-        monkeypatch.setattr(window_module.reproducer, "LONGEST", longest)
+        monkeypatch.setattr(reproducer, "LONGEST", longest)
 
         def spoil(layer: str, output: torch.Tensor) -> None:
             output[4:5] += 1
@@ -1341,9 +1342,7 @@ def test_a_decoded_row_is_kept_whole(kv_format: str) -> None:
     assert sample["scale"] == SIZE**-0.5
     raw = torch.frombuffer(bytearray(base64.b64decode(sample["cells"])), dtype=torch.uint8).view(sample["cells_shape"])
     assert raw.shape == (5, HKV, (4 if kv_format == "k16v16" else 3) * SIZE)
-    key, value = driver.codec.decode(
-        window_module.Cells(k=raw[..., : 2 * SIZE], v=raw[..., 2 * SIZE :]), sample["v_scale"]
-    )
+    key, value = driver.codec.decode(Cells(k=raw[..., : 2 * SIZE], v=raw[..., 2 * SIZE :]), sample["v_scale"])
     assert torch.equal(key[4], driver.sources[FIRST][1][3].float())
     query, output = torch.tensor(sample["query"]), torch.tensor(sample["output"])
     assert query.shape == output.shape == (HQ, SIZE)
