@@ -118,7 +118,7 @@ class OracleTaps:
             if request in cached.resumed_req_ids:
                 window.admit(
                     request,
-                    tokens=cached.all_token_ids.get(request) or window.tokens(request),
+                    tokens=getattr(cached, "all_token_ids", {}).get(request) or window.tokens(request),
                     blocks=granted[0] if granted is not None else (),
                     cached=cached.num_computed_tokens[index],
                 )
