@@ -756,6 +756,26 @@ def test_a_prefix_that_nobody_wrote_is_a_finding(tokens: list[int], identity: st
     assert record["placement"]["rows_checked"] == 16
 
 
+def test_a_claim_without_cells_does_not_stand_in_the_way_of_who_wrote_them() -> None:
+    """A request that claimed a prefix nobody had written leaves nothing to hit; who wrote it later does."""
+    driver = Driver()
+    driver.admit("x", [*PREFIX, 9], [6, 3, 4], cached=8)
+    driver.oracle.release("x")
+    driver.admit("a", PREFIX, [7, 2])
+    driver.step([("a", 0, 8)])
+    driver.oracle.release("a")
+    record = _hit(driver, tokens=[*PREFIX, 9], blocks=[7, 2, 5], cached=8)
+    assert findings(record) == {"routing": {"unknown-prefix": 8}}
+
+
+def test_a_window_probes_and_fills_when_told() -> None:
+    """Without being told, K, V and queries are the engine's own and each attention call is made once."""
+    driver = Driver()
+    views = [layer.view for layer in driver.oracle._layers.values()]
+    record: Any = window_module.Window(views, block_size=BLOCK, rounding=2.0**-8).finish()
+    assert (record["probe"], record["fills"]) == (False, False)
+
+
 def test_identities_are_kept_apart() -> None:
     """The same tokens under two identities are two prefixes, each hit by its own."""
     driver = Driver()
