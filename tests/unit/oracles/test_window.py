@@ -105,8 +105,8 @@ def test_the_record_counts_what_was_checked() -> None:
     assert 0 < record["placement"]["worst_ratio"] < 1
     every = {"nan": 2 * ROWS, "large": 2 * ROWS, "other-request": 2 * ROWS}
     assert record["replay"] == {"cells_filled": record["replay"]["cells_filled"], **nothing, "rows_compared": every}
-    assert record["replay"]["cells_filled"] % (2 * HKV) == 0
-    assert record["replay"]["cells_filled"] > 100
+    # Tails, the blocks behind, 0, the last and the one that the driver's tables lead to, where nobody holds them.
+    assert record["replay"]["cells_filled"] == 2 * 68 * HKV
 
 
 def test_sections_and_conditions_are_those_of_the_contract() -> None:
