@@ -287,11 +287,10 @@ class Window:
         for number, key in enumerate(self._keys(held.identity, held.tokens, length)):
             if key not in self._prefixes:
                 span = slice(number * self._block_size, (number + 1) * self._block_size)
-                self._prefixes[key] = {
-                    name: self._ledger.history(name, request, span.stop)[span].clone()
-                    for name in self._layers
-                    if self._ledger.covers(name, request, span.stop)
-                }
+                if all(self._ledger.covers(name, request, span.stop) for name in self._layers):
+                    self._prefixes[key] = {
+                        name: self._ledger.history(name, request, span.stop)[span].clone() for name in self._layers
+                    }
 
     def _history_of(self, identity: str, tokens: Sequence[int], length: int) -> dict[str, torch.Tensor] | None:
         """The cells of the first ``length`` positions, per layer, of whoever wrote these tokens before."""
@@ -299,19 +298,15 @@ class Window:
             return None
         wanted = list(tokens[:length])
         for name, other in self._requests.items():
-            if other.identity == identity and other.tokens[:length] == wanted:
-                found = {
-                    layer: self._ledger.history(layer, name, length)
-                    for layer in self._layers
-                    if self._ledger.covers(layer, name, length)
-                }
-                if len(found) == len(self._layers):
-                    return found
+            same = other.identity == identity and other.tokens[:length] == wanted
+            if same and all(self._ledger.covers(layer, name, length) for layer in self._layers):
+                return {layer: self._ledger.history(layer, name, length) for layer in self._layers}
+        # Whoever wrote a block wrote those before it: a live request has the whole prefix, or those that left do.
         parts: dict[str, list[torch.Tensor]] = {layer: [] for layer in self._layers}
         keys = self._keys(identity, tokens, length)
-        for number, key in enumerate(keys):
-            held = self._prefixes.get(key) or self._live_block(identity, tokens, number)
-            if held is None or len(held) != len(self._layers):
+        for key in keys:
+            held = self._prefixes.get(key)
+            if held is None:
                 return None
             for layer, cells in held.items():
                 parts[layer].append(cells)
@@ -340,20 +335,6 @@ class Window:
                     )
                 self._ledger.record(layer, request, 0, self._ledger.history(layer, name, length))
                 return
-
-    def _live_block(self, identity: str, tokens: Sequence[int], number: int) -> dict[str, torch.Tensor] | None:
-        """One full block of a live request with these tokens."""
-        stop = (number + 1) * self._block_size
-        for name, other in self._requests.items():
-            if other.identity == identity and other.tokens[:stop] == list(tokens[:stop]):
-                found = {
-                    layer: self._ledger.history(layer, name, stop)[stop - self._block_size :]
-                    for layer in self._layers
-                    if self._ledger.covers(layer, name, stop)
-                }
-                if len(found) == len(self._layers):
-                    return found
-        return None
 
     # -- one step ----------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ def test_the_tail_begins_behind_the_last_position(length: int, tail: set[int]) -
     else:
         # Block 3 is granted ahead: nobody has written to it.
         assert found == _whole(0, 3, 8, 11)
+        assert set(_slots([_request("a", 4, 7, 0)], [[7, 0]])) == _whole(0, 8, 11)
+        assert set(_slots([_request("a", 4, 7, 400, -3)], [[7]])) == _whole(0, 8, 11)
 
 
 def test_blocks_that_others_hold_are_left_alone() -> None:

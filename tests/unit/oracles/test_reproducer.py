@@ -127,6 +127,27 @@ def test_a_row_within_a_window_is_reproduced_within_it(tmp_path: Path) -> None:
     assert int(_arrays(_made("placement", tmp_path))["window"]) == 0
 
 
+def test_a_row_carries_its_history_and_no_more(tmp_path: Path) -> None:
+    """A wrong row at position 3 is kept with the four positions that it sees, and is reproduced from them."""
+
+    def spoil(layer: str, output: torch.Tensor) -> None:
+        output[3:4] += 1
+
+    driver = Driver(on_output=spoil)
+    driver.admit("a", [1, 2, 3, 4, 5, 6], [7, 2])
+    driver.step([("a", 0, 6)])
+    (entry,) = driver.finish()["reproducers"]
+    path = tmp_path / "row.npz"
+    path.write_bytes(base64.b64decode(entry["npz"]))
+    held = _arrays(path)
+    assert held["key"].shape == held["value"].shape == (4, 3, SIZE)
+    assert int(held["position"]) == 3
+    text, found = reproducer.check(path)
+    assert text.startswith("layers.0.attn: output of request a position 3 is ")
+    assert len(found) == 1
+    assert "output of request a position 3 is " in found[0]
+
+
 def _row(window: int, position: int = 6) -> bytes:
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(HQ, SIZE, generator=generator)

@@ -262,6 +262,17 @@ def test_a_multiple_is_named(which: str, factor: float) -> None:
     assert f" times the {which} that belongs there" in line
 
 
+def test_a_multiple_of_small_values_is_named() -> None:
+    """The ratio is that of the values, however small they are."""
+    pool = _Pool("k16v16")
+    key, value = (it[2:3] * 2.0**-12 for it in _random(3, 1))
+    own = pool.codec.encode(key, value, 1.0)
+    pool.codec.place(pool.before, torch.tensor([6]), own)
+    pool.put(6, pool.codec.encode(key * 0.5, value, 1.0))
+    (line,) = pool.found().findings
+    assert "holds 0.5 times the K that belongs there" in line
+
+
 def test_other_bytes_are_shown() -> None:
     """A value that is nothing known is shown by its first wrong byte, in K before V."""
     pool = _Pool()

@@ -235,3 +235,42 @@ def test_sums_of_a_strided_cache_see_its_own_bytes_only() -> None:
     assert torch.equal(block_sums(cache), before)
     wide[2, 1, 3, 4] = 1
     assert (block_sums(cache) != before).tolist() == [False, False, True, False]
+
+
+def test_blocks_that_are_touched_one_by_one_keep_their_images() -> None:
+    """The image grows with the blocks, and none loses what it held; slot 0 is a slot."""
+    cache, codec = _cache("k16v8"), _codec("k16v8")
+    held = Shadow({"L": (cache, codec)}, BLOCK)
+    image = cache.clone()
+    for count, block in enumerate([4, 0, 6, 2, 1, 5, 3]):
+        held.adopt([block])
+        assert held.compare("L") == ((count + 1) * BLOCK * HEADS, None)
+    every = torch.arange(BLOCKS * BLOCK)
+    assert torch.equal(held.expected("L", every).k, codec.read(image, every).k)
+    held.write("L", torch.tensor([0]), _cells("k16v8", 1))
+    _, wrong = held.compare("L")
+    assert wrong is not None
+    assert wrong.slots.tolist() == [0]
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_blocks_of_any_number_of_bytes_are_compared(size: int) -> None:
+    """A block whose bytes are no multiple of eight is compared to its last byte."""
+    codec = formats.K16V8()
+    cache = torch.arange(3 * 1 * 3 * 3 * size, dtype=torch.int64).to(torch.uint8).view(3, 1, 3, 3 * size)
+    held = Shadow({"L": (cache, codec)}, 3)
+    held.adopt([2, 1])
+    assert held.compare("L") == (6, None)
+    cache[1, 0, 2, -1] ^= 0x80
+    _, wrong = held.compare("L")
+    assert wrong is not None
+    assert wrong.slots.tolist() == [5]
+
+
+def test_the_top_bit_of_every_word_counts() -> None:
+    """The factors of the sum are odd: the highest bit of a word changes it too."""
+    for word in range(32):
+        cache = torch.zeros(1, 32 * 8, dtype=torch.uint8)
+        before = block_sums(cache)
+        cache[0, 8 * word + 7] = 0x80
+        assert not torch.equal(block_sums(cache), before)

@@ -95,3 +95,8 @@ def test_a_row_that_was_fed_nothing_is_wrong() -> None:
     plan = plan_step([_request("a", 0, 3, (1,))], 4)
     assert row_map_mismatches(plan, torch.tensor([10, 11]), {"a": [10, 11, 12]}) == (3, [2])
     assert row_map_mismatches(plan_step([], 4), torch.tensor([1]), {}) == (0, [])
+
+
+def test_no_slot_is_what_the_engine_writes_for_it() -> None:
+    """A position without a block has the slot that engines give to rows that are not written."""
+    assert NO_SLOT == -1
