@@ -17,7 +17,7 @@ BOTH, LIVE, TRANSFER = ("live", "transfer"), ("live",), ("transfer",)
 
 LIVE_PASSES: Mapping[str, str] = MappingProxyType(
     {
-        "probe": "the shortest prompts with fingerprints for K, V and queries; with filled cells where replay claims it",
+        "probe": "the shortest prompts with fingerprints for K, V and queries; cells are filled where replay claims it",
         "model": "the shortest prompts with the model's own K, V and queries, whose attention is diffuse",
         "pressure": "as probe, with all but the last blocks of the pool held: requests lie at its top",
         "whole": "the whole panel with fingerprints: its longest prompt is computed in chunks",

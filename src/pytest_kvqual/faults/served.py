@@ -12,7 +12,7 @@ A server that does not is ended and another one booted for the next fault.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,7 +60,7 @@ def shown(selection: Selection) -> tuple[Fault, ...]:
     )
 
 
-def objections(record: Mapping[str, Any], waived: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, str]]:
+def objections(record: Mapping[str, Any], waived: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:
     """(gate, first finding) of each gate that has findings in one rank's record, in the gates' order.
 
     Args:
@@ -69,14 +69,12 @@ def objections(record: Mapping[str, Any], waived: Mapping[str, Iterable[str]]) -
     """
     for gate, sections in _SECTIONS.items():
         for section in (record[name] for name in sections):
-            known = set(waived.get(gate, ()))
-            left = {kind: count for kind, count in section["kinds"].items() if count and kind not in known}
-            if sum(left.values()) == section["findings_total"] > 0:
-                yield gate, str(section["findings"][0])
-                break
+            known = {kind: count for kind, count in section["kinds"].items() if kind in waived.get(gate, ())}
+            left = section["findings_total"] - sum(known.values())
             if left:
-                # A kept line does not say its kind.
-                yield gate, ", ".join(f"{count} {kind}" for kind, count in left.items())
+                # A kept line does not say its kind, so beside waived findings it may be one of them.
+                others = ", ".join(f"{count} {kind}" for kind, count in section["kinds"].items() if kind not in known)
+                yield gate, others if sum(known.values()) else str(section["findings"][0])
                 break
     # An oracle that is blind to what it was shown on purpose cannot be silent.
     for gate, section in (("stale-maps", "row_map"), ("shifted-outputs", "shifted-outputs")):
