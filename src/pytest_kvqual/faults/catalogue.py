@@ -46,6 +46,7 @@ class Fault:
             readings of their own, and a fault that they claim needs none.
         needs: What a live arm must have: ``scales`` (declared V scales), ``ours`` (a backend that takes any lengths;
             the stock CPU kernel has a work schedule made from the true ones), or nothing.
+        finding: The one kind of finding that it makes; an arm for which the study waives that kind cannot show it.
         benign: No fault: every gate must stay green.
     """
 
@@ -59,6 +60,7 @@ class Fault:
     scenario: str = "plain"
     live_pass: str = "probe"
     needs: str = ""
+    finding: str = ""
     benign: bool = False
 
 
@@ -1225,6 +1227,15 @@ _ALL = (
         plant=_ROOM + "attention:tail_of_v_times_zero",
         mechanism="V of the unwritten positions of a last block is loaded and multiplied by a weight of zero",
         exposed_by="NaN in the unwritten tail of a block",
+        finding="nan-fill",
+    ),
+    Fault(
+        name="tail-of-v-in-denominator",
+        rows=("P1-41",),
+        claimed_by="replay",
+        plant=_ROOM + "attention:tail_of_v_in_denominator",
+        mechanism="the sum of weights takes up 2**-24 of what lies in V of the unwritten positions of a last block",
+        exposed_by="1e4 in the unwritten tail of a block",
     ),
     Fault(
         name="page-behind-block-multiple-times-zero",
@@ -1233,6 +1244,7 @@ _ALL = (
         plant=_ROOM + "attention:page_behind_block_multiple_times_zero",
         mechanism="at a block multiple the page behind the last is loaded too, and multiplied by weights of zero",
         exposed_by="NaN in the page behind a block multiple",
+        finding="nan-fill",
     ),
     Fault(
         name="v-not-cleared",

@@ -44,6 +44,7 @@ def _line(row: str, fault: Fault) -> str:
     where = ", ".join(fault.where) + (f" ({fault.scenario})" if "transfer" in fault.where else "")
     if "live" in fault.where:
         where += f"; live needs {fault.needs}" if fault.needs else ""
+        where += f"; live not where {fault.finding} is waived" if fault.finding else ""
         where += f"; live pass {fault.live_pass}" if fault.live_pass != "probe" else ""
     return f"| {row} | `{fault.name}` | {fault.mechanism} | {fault.exposed_by} | {gate} | {where} |"
 

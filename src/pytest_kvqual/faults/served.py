@@ -50,14 +50,20 @@ _ALTERABLE = ("parameters", "scales")
 
 
 def shown(selection: Selection) -> tuple[Fault, ...]:
-    """The live faults that an arm can show under the study's policies, benign ones included."""
-    arm = selection.arm
-    may_differ = selection.study.determinism == "rotation-diagnostic"
-    return tuple(
-        fault
-        for fault in live(scales=arm.scales is not None, ours=arm.attention_backend.startswith("KVQUAL_"))
-        if not (may_differ and fault.name in ROTATION_ONLY)
-    )
+    """The live faults that an arm can show under the study's policy and waivers, benign ones included."""
+    return tuple(fault for fault in live(scales=True, ours=True) if hidden(fault, selection) is None)
+
+
+def hidden(fault: Fault, selection: Selection) -> str | None:
+    """Why an arm cannot show a live fault, in a few words; None where it can."""
+    study, arm = selection.study, selection.arm
+    if fault not in live(scales=arm.scales is not None, ours=arm.attention_backend.startswith("KVQUAL_")):
+        return f"it needs {fault.needs}"
+    if study.determinism == "rotation-diagnostic" and fault.name in ROTATION_ONLY:
+        return "it shows in a rotated order alone, which may differ"
+    if fault.finding in study.waived(arm.name, fault.claimed_by):
+        return f"its one finding, {fault.finding}, is waived for the arm"
+    return None
 
 
 def objections(record: Mapping[str, Any], waived: Mapping[str, Collection[str]]) -> Iterator[tuple[str, str]]:

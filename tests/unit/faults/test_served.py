@@ -12,8 +12,8 @@ import pytest
 
 from pytest_kvqual.errors import CaptureError, ServerError
 from pytest_kvqual.faults import FAULTS, Fault
-from pytest_kvqual.faults.catalogue import LIVE_PASSES
-from pytest_kvqual.faults.served import Planted, Served, objections, shown
+from pytest_kvqual.faults.catalogue import GATES, LIVE_PASSES
+from pytest_kvqual.faults.served import Planted, Served, hidden, objections, shown
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
 
@@ -52,12 +52,26 @@ def test_every_live_pass_is_known(fault: Fault) -> None:
 )
 def test_an_arm_is_planted_with_what_it_can_show(arm: str, needs: set[str]) -> None:
     """Scales are altered where an arm declares them, and lengths where its backend takes any."""
+    known = {fault.name for fault in FAULTS.values() if "live" in fault.where and fault.needs in needs}
+    hiding = {"tail-of-v-times-zero", "page-behind-block-multiple-times-zero"} if arm == "native" else set()
+    assert {fault.name for fault in shown(selected(arm))} == known - hiding
+
+
+@pytest.mark.parametrize("arm", ["native", "reference", "candidate"])
+def test_every_gate_is_shown_a_fault(arm: str) -> None:
+    """In each arm some fault can be shown to each gate that claims faults, and some benign one."""
     faults = shown(selected(arm))
-    assert {fault.needs for fault in faults} == needs
-    assert all("live" in fault.where for fault in faults)
-    assert {fault.name for fault in FAULTS.values() if "live" in fault.where and fault.needs in needs} == {
-        fault.name for fault in faults
-    }
+    assert {fault.claimed_by for fault in faults if not fault.benign} == set(GATES)
+    assert any(fault.benign for fault in faults)
+
+
+def test_what_an_arm_cannot_show_has_a_reason() -> None:
+    """A fault that is left out says what the arm lacks, or what hides it."""
+    native = selected("native")
+    assert hidden(FAULTS["scale-copy-altered"], native) == "it needs scales"
+    assert hidden(FAULTS["stale-lengths"], native) == "it needs ours"
+    assert hidden(FAULTS["tail-of-v-times-zero"], native) == "its one finding, nan-fill, is waived for the arm"
+    assert hidden(FAULTS["tail-of-v-times-zero"], selected("candidate")) is None
 
 
 def test_a_fault_of_rotation_is_left_out_where_rotation_may_differ() -> None:
