@@ -913,6 +913,7 @@ _ALL = (
         mechanism=("the length follows from the number of pages, which holds the next, empty one at a block multiple"),
         exposed_by="a length that is a block multiple, with something in the page",
         needs="ours",
+        live_pass="model",
     ),
     Fault(
         name="last-page-length-is-sequence-length",
