@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256s
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv model qualify controls test unit engine lint types imports freeze panels clean
+.PHONY: help venv model qualify controls controls-from-start test unit engine lint types imports freeze panels clean
 
 help:
 	@sed -n '1,3s/^# //p' Makefile
@@ -49,10 +49,17 @@ qualify: model
 	$(BIN)/python -m pytest qualification/ -m cpu --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
 	    --junitxml=$(RUN_DIR)/junit-$(ARM)-$(LENGTH).xml $(PYTEST_ARGS)
 
-# Each seeded fault in the served arm from its start: which gate turns red.
+# Each seeded fault on the transfer engine, then each live one in the served arm, one boot for all.
 controls: model
 	@mkdir -p $(RUN_DIR)
+	$(BIN)/python -m pytest qualification/controls $(PYTEST_ARGS)
 	$(BIN)/python -m pytest qualification/controls -m live_controls --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
+	    $(PYTEST_ARGS)
+
+# One fault of each gate in the served arm from its start, a run of the gates for each.
+controls-from-start: model
+	@mkdir -p $(RUN_DIR)
+	$(BIN)/python -m pytest qualification/controls -m from_start --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
 	    $(PYTEST_ARGS)
 
 test: lint types imports unit engine

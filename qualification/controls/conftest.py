@@ -1,4 +1,4 @@
-"""A way to open campaigns outside a session of gates, and the table of the fault matrix."""
+"""A way to open campaigns outside a session of gates, and the tables of what was caught."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import pytest
 if TYPE_CHECKING:
     from pytest_kvqual.campaign import Campaign
 
-LIVE = "live_controls"
+BY_NAME = ("live_controls", "from_start")
+"""Markers of controls that boot servers: they run when ``-m`` names them."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A fault planted in a served arm takes a boot: those runs are asked for by name, ``-m live_controls``."""
-    if LIVE in config.getoption("markexpr", ""):
-        return
-    live = [item for item in items if item.get_closest_marker(LIVE) is not None]
-    if live:
-        config.hook.pytest_deselected(items=live)
-        items[:] = [item for item in items if item.get_closest_marker(LIVE) is None]
+    """What boots a server is asked for by name, ``-m live_controls`` or ``-m from_start``."""
+    named = config.getoption("markexpr", "")
+    left = [marker for marker in BY_NAME if marker not in named]
+    out = [item for item in items if any(item.get_closest_marker(marker) is not None for marker in left)]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Caught and seeded faults of the matrix, by gate and by row of the catalogue."""
+    """Caught and seeded faults: of the matrix by gate and by row of the catalogue, of a served arm by gate."""
     told = [
         dict(report.user_properties)
         for outcome in ("passed", "failed")
@@ -33,11 +34,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if not told:
         return
-    from pytest_kvqual.faults.document import summary
+    from pytest_kvqual.faults.document import by_gate, summary
 
-    terminalreporter.section("seeded faults on the transfer engine")
-    for line in summary({str(cell["fault"]): bool(cell["right"]) for cell in told}):
-        terminalreporter.write_line(line)
+    matrix = {str(cell["fault"]): bool(cell["right"]) for cell in told if "arm" not in cell}
+    if matrix:
+        terminalreporter.section("seeded faults on the transfer engine")
+        for line in summary(matrix):
+            terminalreporter.write_line(line)
+    for arm in dict.fromkeys(str(cell["arm"]) for cell in told if "arm" in cell):
+        mine = [cell for cell in told if cell.get("arm") == arm]
+        terminalreporter.section(f"seeded faults in the served arm {arm}")
+        for line in by_gate({str(cell["fault"]): bool(cell["right"]) for cell in mine}):
+            terminalreporter.write_line(line)
+        seconds = [float(str(cell["seconds"])) for cell in mine]
+        terminalreporter.write_line(f"{sum(seconds):.0f} s under faults, {max(seconds):.1f} s at most under one")
 
 
 class OpenCampaign(Protocol):

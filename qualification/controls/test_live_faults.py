@@ -1,74 +1,80 @@
-"""Each seeded fault, in the served arm from its start, turns the run red at the gate that claims it, and not before.
+"""Each live fault, planted in one served arm: the gate that claims it is the first to object. Benign ones stay green.
 
-Opt-in: ``pytest qualification/controls -m live_controls``. Each faulty run gets its own folder, ``controls/FAULT``
-below the run directory. The controls are captured once for all, or taken from an earlier run of the same scope.
+Opt-in: ``pytest qualification/controls -m live_controls --arm candidate``. One server is booted for all; a healthy pass
+of everything that is read comes first and last. What was caught of what was seeded is printed at the end, by gate.
+Nothing here is evidence: no receipt is written and the lock is not asked. Logs are in ``live-controls/ARM`` below the
+run directory.
 """
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_kvqual.faults import FAULTS
-from pytest_kvqual.faults.catalogue import GATES, live
-from pytest_kvqual.judge.verdict import Outcome
+from pytest_kvqual.faults import FAULTS, Fault
 
 if TYPE_CHECKING:
     from qualification.controls.conftest import OpenCampaign
 
-    from pytest_kvqual.campaign import Campaign
-    from pytest_kvqual.faults import Fault
+    from pytest_kvqual.faults.served import Planted, Served
 
 pytestmark = [pytest.mark.controls, pytest.mark.live_controls]
-
-
-def gates_up_to(campaign: Campaign, last: str) -> list[str]:
-    """The gates that a run must pass before ``last``, and ``last``."""
-    names = (*campaign.study.before(last), last)
-    return [plan.name for plan in campaign.study.gates if plan.name in names and plan.state == "required"]
-
-
-@pytest.fixture(scope="module")
-def healthy(open_campaign: OpenCampaign) -> Campaign:
-    """The campaign that the options name, closed again, with its controls captured."""
-    campaign = open_campaign()
-    try:
-        campaign.prepare(gates_up_to(campaign, GATES[-1]))
-        campaign.capture_controls()
-    finally:
-        campaign.close()
-    return campaign
-
 
 LIVE = [fault for fault in FAULTS.values() if "live" in fault.where]
 
 
+@pytest.fixture(scope="module")
+def served(open_campaign: OpenCampaign, pytestconfig: pytest.Config) -> Iterator[Served]:
+    """The arm that the options name, with every fault planted in the same server for as long as it lives."""
+    from pytest_kvqual import models
+    from pytest_kvqual.faults.served import Served
+    from pytest_kvqual.report import progress
+
+    campaign = open_campaign()
+    model = models.model_folder(campaign.study.model)
+    models.verify_model(model, campaign.study.model.files)
+    folder = campaign.run_dir / "live-controls" / campaign.arm
+    say = partial(progress.write, pytestconfig)
+    with Served(campaign.selection, model=model, folder=folder, progress=say) as arm:
+        yield arm
+
+
+def _insist(found: Planted) -> None:
+    """The line of what was found is the report: the comparison and the stack say no more."""
+    if not found.right:
+        pytest.fail(str(found), pytrace=False)
+
+
+def test_no_gate_objects_to_the_healthy_arm(served: Served) -> None:
+    """Before the first fault, no reading or pass that a fault may be given has a finding that counts for the arm."""
+    _insist(served.healthy())
+
+
 @pytest.mark.parametrize("fault", LIVE, ids=[fault.name for fault in LIVE])
-def test_the_gate_that_claims_the_fault_says_fail(fault: Fault, healthy: Campaign, open_campaign: OpenCampaign) -> None:
-    """The gates before it pass, and it fails; under a difference that is no fault it passes too."""
-    shown = healthy.selection.arm
-    if fault not in live(scales=shown.scales is not None, ours=shown.attention_backend.startswith("KVQUAL_")):
-        pytest.skip(f"arm {shown.name} cannot show {fault.name}: it needs {fault.needs}")
-    run_dir = healthy.run_dir / "controls" / fault.name
-    for control in healthy.study.controls():
-        for folder in (healthy.run_dir / "evidence").glob(f"{control.name}-*"):
-            # A run reads its evidence in its own run directory.
-            shutil.copytree(folder, run_dir / "evidence" / folder.name, dirs_exist_ok=True)
-    arm = replace(healthy.selection.arm, after_init=(*healthy.selection.arm.after_init, fault.plant))
-    campaign = open_campaign(
-        selection=replace(healthy.selection, arm=arm), run_dir=run_dir, label=f"{arm.name}-with-{fault.name}"
-    )
-    gates = gates_up_to(campaign, fault.claimed_by)
-    try:
-        campaign.prepare(gates)
-        verdict = campaign.decide(gates[0]).verdict
-        for gate in gates[1:]:
-            if verdict.outcome is Outcome.PASS:
-                verdict = campaign.decide(gate).verdict
-    finally:
-        campaign.close()
-    expected = Outcome.PASS if fault.benign else Outcome.FAIL
-    assert (verdict.gate, verdict.outcome) == (fault.claimed_by, expected), verdict.figure
+def test_the_claiming_gate_is_the_first_to_object(
+    fault: Fault, served: Served, record_property: Callable[[str, object], None]
+) -> None:
+    """The gates before the claiming one are silent, it is not; a benign difference is met with silence.
+
+    The server outlives the fault, and without it is as before.
+    """
+    from pytest_kvqual.faults.served import hidden
+
+    reason = hidden(fault, served.selection)
+    if reason is not None:
+        pytest.skip(f"arm {served.selection.arm.name} cannot show {fault.name}: {reason}")
+    found = served.plant(fault)
+    record_property("arm", served.selection.arm.name)
+    record_property("fault", fault.name)
+    record_property("first_gate", found.first or "none")
+    record_property("right", found.right)
+    record_property("seconds", f"{found.seconds:.1f}")
+    _insist(found)
+
+
+def test_no_gate_objects_to_the_arm_after_all_faults(served: Served) -> None:
+    """After the last fault the readings are as silent as before the first, and so is the pass with fills."""
+    _insist(served.healthy(["probe"]))

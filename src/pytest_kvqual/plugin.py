@@ -29,7 +29,8 @@ MARKERS = (
     "gate(name): decides one gate of the study",
     "transfer: checks a backend on synthetic inputs, without a model or an engine; decides no gate",
     "controls: plants a fault and expects the gate that claims it to be the first to object",
-    "live_controls: plants it in a served arm (a boot for each fault); asked for by naming it: -m live_controls",
+    "live_controls: plants it in a served arm; asked for by naming it: -m live_controls",
+    "from_start: the fault is there from the server's start (a boot for each); asked for by naming it: -m from_start",
 )
 _GATE_MODULE = re.compile(r"(?:^|/)qualification/test_\d\d_\w+\.py$")
 

@@ -141,8 +141,8 @@ def contiguous_on_first_call_only(worker: Any) -> None:
 # -- the unwritten tail ---------------------------------------------------------------------------------------------
 
 
-def _zero_weight(call: Call, request: int, block: int, first: int, rows: slice) -> None:
-    """Adds zero times V of a block from offset ``first`` on to a request's rows, KV head by KV head."""
+def _sums(call: Call, block: int, first: int) -> torch.Tensor:
+    """The sum of V of a block from offset ``first`` on, of each query head's KV head: float ``[1, Hq, 1]``."""
     size = call.layer.impl.head_size
     tile = call.cache[block]
     if tile.element_size() == 1:
@@ -153,7 +153,13 @@ def _zero_weight(call: Call, request: int, block: int, first: int, rows: slice) 
     else:  # the stock kernel permutes the tile: its whole content
         values = tile.float()
     group = call.rows.shape[1] // tile.shape[0]
-    call.rows[rows] += (0.0 * values).sum(dim=(1, 2)).repeat_interleave(group)[None, :, None].to(call.rows.dtype)
+    sums: torch.Tensor = values.sum(dim=(1, 2)).repeat_interleave(group)
+    return sums[None, :, None]
+
+
+def _zero_weight(call: Call, block: int, first: int, rows: slice) -> None:
+    """Adds zero times V of a block from offset ``first`` on to a request's rows, KV head by KV head."""
+    call.rows[rows] += (0.0 * _sums(call, block, first)).to(call.rows.dtype)
 
 
 def tail_of_v_times_zero(worker: Any) -> None:
@@ -165,7 +171,21 @@ def tail_of_v_times_zero(worker: Any) -> None:
         for request, first, last, length in call.spans():
             if length % block_size:
                 block = int(call.table[request, length // block_size])
-                _zero_weight(call, request, block, length % block_size, slice(first, last))
+                _zero_weight(call, block, length % block_size, slice(first, last))
+
+    wrap_attention(worker, change)
+
+
+def tail_of_v_in_denominator(worker: Any) -> None:
+    """The sum of weights takes up 2**-24 of what lies in V of the unwritten positions of a last block."""
+    block_size = worker.kvqual_block_size()
+
+    def change(call: Call) -> None:
+        call.run()
+        for request, first, last, length in call.spans():
+            if length % block_size:
+                taken = 2.0**-24 * _sums(call, int(call.table[request, length // block_size]), length % block_size)
+                call.rows[first:last] = (call.rows[first:last].float() / (1 + taken)).to(call.rows.dtype)
 
     wrap_attention(worker, change)
 
@@ -178,7 +198,7 @@ def page_behind_block_multiple_times_zero(worker: Any) -> None:
         call.run()
         for request, first, last, length in call.spans():
             if length % block_size == 0 and length // block_size < call.table.shape[1]:
-                _zero_weight(call, request, int(call.table[request, length // block_size]), 0, slice(first, last))
+                _zero_weight(call, int(call.table[request, length // block_size]), 0, slice(first, last))
 
     wrap_attention(worker, change)
 

@@ -14,6 +14,17 @@ GATES = ("identity", "dispatch", "stale-maps", "routing", "shifted-outputs", "pl
 """The gates that claim faults, in the order of the study."""
 
 BOTH, LIVE, TRANSFER = ("live", "transfer"), ("live",), ("transfer",)
+
+LIVE_PASSES: Mapping[str, str] = MappingProxyType(
+    {
+        "probe": "the shortest prompts with fingerprints for K, V and queries; cells are filled where replay claims it",
+        "model": "the shortest prompts with the model's own K, V and queries, whose attention is diffuse",
+        "pressure": "as probe, with all but the last blocks of the pool held: requests lie at its top",
+        "whole": "the whole panel with fingerprints: its longest prompt is computed in chunks",
+    }
+)
+"""The passes over the served arm's oracle panel that a live fault may need, and what each is."""
+
 _ROOM = "pytest_kvqual.faults."
 
 
@@ -31,8 +42,11 @@ class Fault:
         exposed_by: Which condition of the workload shows it.
         where: ``live`` (in the engine's worker), ``transfer`` (on an engine without a model).
         scenario: The scenario of :mod:`pytest_kvqual.faults.scenarios` that has the condition.
+        live_pass: The pass of :data:`LIVE_PASSES` that has it in a served arm. Identity, dispatch and determinism have
+            readings of their own, and a fault that they claim needs none.
         needs: What a live arm must have: ``scales`` (declared V scales), ``ours`` (a backend that takes any lengths;
             the stock CPU kernel has a work schedule made from the true ones), or nothing.
+        finding: The one kind of finding that it makes; an arm for which the study waives that kind cannot show it.
         benign: No fault: every gate must stay green.
     """
 
@@ -44,7 +58,9 @@ class Fault:
     rows: tuple[str, ...] = ()
     where: tuple[str, ...] = BOTH
     scenario: str = "plain"
+    live_pass: str = "probe"
     needs: str = ""
+    finding: str = ""
     benign: bool = False
 
 
@@ -387,6 +403,7 @@ _ALL = (
             "the offset of a block is one bit too narrow for the pool: the write of a high block lands in a low one"
         ),
         exposed_by="a request at the top of the pool",
+        live_pass="pressure",
     ),
     Fault(
         name="heads-copied-flat",
@@ -866,6 +883,7 @@ _ALL = (
             "the offset of a block is one bit too narrow for the pool: the read of a high block takes a low one"
         ),
         exposed_by="a request at the top of the pool",
+        live_pass="pressure",
     ),
     Fault(
         name="token-ids-as-block-ids",
@@ -895,6 +913,7 @@ _ALL = (
         mechanism=("the length follows from the number of pages, which holds the next, empty one at a block multiple"),
         exposed_by="a length that is a block multiple, with something in the page",
         needs="ours",
+        live_pass="model",
     ),
     Fault(
         name="last-page-length-is-sequence-length",
@@ -922,6 +941,7 @@ _ALL = (
         mechanism="one position more than the request has is read",
         exposed_by="an unwritten cell that is not zero",
         needs="ours",
+        live_pass="model",
     ),
     Fault(
         name="first-key-of-last-block-dropped",
@@ -948,6 +968,7 @@ _ALL = (
         plant=_ROOM + "attention:chunk_sees_only_itself",
         mechanism=("a chunk of a prompt attends inside itself: the cached context of earlier chunks is not gathered"),
         exposed_by="rows of a chunk over cached context",
+        live_pass="whole",
     ),
     Fault(
         name="contiguous-on-first-call-only",
@@ -1207,6 +1228,15 @@ _ALL = (
         plant=_ROOM + "attention:tail_of_v_times_zero",
         mechanism="V of the unwritten positions of a last block is loaded and multiplied by a weight of zero",
         exposed_by="NaN in the unwritten tail of a block",
+        finding="nan-fill",
+    ),
+    Fault(
+        name="tail-of-v-in-denominator",
+        rows=("P1-41",),
+        claimed_by="replay",
+        plant=_ROOM + "attention:tail_of_v_in_denominator",
+        mechanism="the sum of weights takes up 2**-24 of what lies in V of the unwritten positions of a last block",
+        exposed_by="1e4 in the unwritten tail of a block",
     ),
     Fault(
         name="page-behind-block-multiple-times-zero",
@@ -1215,6 +1245,7 @@ _ALL = (
         plant=_ROOM + "attention:page_behind_block_multiple_times_zero",
         mechanism="at a block multiple the page behind the last is loaded too, and multiplied by weights of zero",
         exposed_by="NaN in the page behind a block multiple",
+        finding="nan-fill",
     ),
     Fault(
         name="v-not-cleared",

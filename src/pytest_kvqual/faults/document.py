@@ -1,4 +1,4 @@
-"""The catalogue of seeded faults as text: the table of ``docs/faults.md``, and what a matrix caught.
+"""The catalogue of seeded faults as text: the table of ``docs/faults.md``, and what of it was caught.
 
 ``python -m pytest_kvqual.faults.document docs/faults.md`` writes the table into the file, between its two marks.
 """
@@ -42,12 +42,15 @@ def table() -> str:
 def _line(row: str, fault: Fault) -> str:
     gate = "none (benign)" if fault.benign else fault.claimed_by
     where = ", ".join(fault.where) + (f" ({fault.scenario})" if "transfer" in fault.where else "")
-    where += f"; live needs {fault.needs}" if fault.needs and "live" in fault.where else ""
+    if "live" in fault.where:
+        where += f"; live needs {fault.needs}" if fault.needs else ""
+        where += f"; live not where {fault.finding} is waived" if fault.finding else ""
+        where += f"; live pass {fault.live_pass}" if fault.live_pass != "probe" else ""
     return f"| {row} | `{fault.name}` | {fault.mechanism} | {fault.exposed_by} | {gate} | {where} |"
 
 
-def summary(right: Mapping[str, bool]) -> Iterator[str]:
-    """What a matrix caught of what it seeded, by gate and then by row.
+def by_gate(right: Mapping[str, bool]) -> Iterator[str]:
+    """What was caught of what was seeded, one line a gate, and one for the benign ones.
 
     Args:
         right: Of each fault that was planted, by name, whether the gate that claims it was the first to object; of a
@@ -57,10 +60,17 @@ def summary(right: Mapping[str, bool]) -> Iterator[str]:
     for gate in GATES:
         mine = [fault for fault in planted if fault.claimed_by == gate and not fault.benign]
         if mine:
-            yield f"{gate:16} {sum(right[fault.name] for fault in mine):3} of {len(mine):3} caught"
+            missed = ", ".join(fault.name for fault in mine if not right[fault.name])
+            caught = sum(right[fault.name] for fault in mine)
+            yield f"{gate:16} {caught:3} of {len(mine):3} caught" + (f"  MISSED {missed}" if missed else "")
     harmless = [fault for fault in planted if fault.benign]
     if harmless:
         yield f"{'benign':16} {sum(right[fault.name] for fault in harmless):3} of {len(harmless):3} left green"
+
+
+def summary(right: Mapping[str, bool]) -> Iterator[str]:
+    """What was caught of what was seeded, by gate as :func:`by_gate` says it, and then by row of the catalogue."""
+    yield from by_gate(right)
     for row, faults in by_row().items():
         mine = [fault for fault in faults if fault.name in right]
         if mine:

@@ -71,9 +71,16 @@ def test_the_document_has_the_table() -> None:
     assert found[1].strip() == table().strip()
 
 
+def test_the_table_names_the_pass_that_a_live_fault_needs() -> None:
+    """A fault that the usual pass does not show says which one does; the others say nothing of passes."""
+    lines = [line for line in table().splitlines() if "live pass" in line]
+    assert len(lines) == sum(max(1, len(f.rows)) for f in FAULTS.values() if f.live_pass != "probe")
+    assert all("`chunk-sees-only-itself`" not in line or "live pass whole" in line for line in lines)
+
+
 def test_a_summary_counts_by_gate_and_by_row() -> None:
     """A missed fault is counted as seeded and named as missed; a benign one is no seeded fault."""
     lines = list(summary({"slot-off-by-one": True, "key-value-swapped": False, "heads-in-another-order": True}))
-    assert lines[0].split() == ["routing", "1", "of", "2", "caught"]
+    assert lines[0].split() == ["routing", "1", "of", "2", "caught", "MISSED", "key-value-swapped"]
     assert lines[1].split() == ["benign", "1", "of", "1", "left", "green"]
     assert any(line.startswith("P1-06") and "key-value-swapped MISSED" in line for line in lines)
