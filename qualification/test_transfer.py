@@ -168,7 +168,7 @@ def transfer(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Transfer]:
     try:
         yield Transfer(
             geometry=pytestconfig.getoption("geometry"),
-            subjects=[find_backend(text) for text in ([named] if named else DEFAULT_BACKENDS)],
+            subjects=[find_backend(text) for text in ([named] if named is not None else DEFAULT_BACKENDS)],
             folder=tmp_path,
         )
     finally:

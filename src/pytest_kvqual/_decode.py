@@ -261,6 +261,10 @@ class Table:
         raise self._error(one_line(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}"))
 
 
+_DIGITS = 20
+"""Characters of an integer that 64 bits hold, its sign included."""
+
+
 def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: str = "") -> object:
     """The value of one JSON document.
 
@@ -277,6 +281,11 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
             raise error(f"{origin}: found {text}, expected a number that float64 can hold", advice=advice)
         return value
 
+    def whole(text: str) -> int:
+        if len(text) > _DIGITS:
+            raise error(f"{origin}: found {text[:20]}…, expected an integer that 64 bits can hold", advice=advice)
+        return int(text)
+
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         values = dict(pairs)
         if len(values) != len(pairs):
@@ -287,7 +296,9 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
 
     try:
         text = data.decode("utf-8")
-        value: object = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite)
+        value: object = json.loads(
+            text, object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite, parse_int=whole
+        )
     except UnicodeDecodeError as found:
         reason, where = f"the byte 0x{data[found.start]:02x}", f" at byte {found.start}"
     except json.JSONDecodeError as found:

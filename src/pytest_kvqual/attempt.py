@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from pytest_kvqual._clock import monotonic_ns
-from pytest_kvqual.errors import CaptureError, KvqualError
+from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, ServerError
 
 if TYPE_CHECKING:
     from pytest_kvqual.capture.quality import Writer
@@ -423,7 +423,8 @@ class Attempt:
         from pytest_kvqual.capture.dispatch import read_dispatch
 
         study = self._selection.study
-        item = load_task_panel(self._selection, "oracle").items[1]
+        # The second prompt: the first may be a single token.
+        item = load_task_panel(self._selection, "oracle").items[:2][-1]
         return read_dispatch(self._live(), item, model=study.model.name, timeout_s=study.engine.request_timeout_s)
 
     def _dispatched_again(self, after: str) -> None:
@@ -475,13 +476,17 @@ class Attempt:
         entries = []
         brief = _up_to(load_task_panel(self._selection, "oracle"), rules.poison_prompt_tokens)
         for number, (fault, gate) in enumerate(faults, start=1):
-            found = one(
-                brief,
-                f"oracle, seeded faults {number}/{len(faults)},",
-                fault=fault,
-                probe=True,
-                fills=gate == "replay",
-            )
+            try:
+                found = one(
+                    brief,
+                    f"oracle, seeded faults {number}/{len(faults)},",
+                    fault=fault,
+                    probe=True,
+                    fills=gate == "replay",
+                )
+            except (CaptureError, ServerError) as error:
+                # Nothing is said about the arm: it was not its fault that ended the pass.
+                raise EvidenceError(f"seeded fault {fault}: {error}", advice=error.advice) from error
             entries.append(
                 {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
             )
@@ -492,8 +497,12 @@ class Attempt:
         """What ``kvqual replay`` checks, one file per finding that brought one."""
         for rank in records if isinstance(records, list) else ():
             for entry in rank.get("reproducers", ()):
-                file = f"reproducer-{name}-{entry['gate']}-rank{rank['rank']}.npz"
-                (self.path / file).write_bytes(base64.b64decode(entry["npz"]))
+                try:
+                    file = f"reproducer-{name}-{entry['gate']}-rank{rank['rank']}.npz"
+                    data = base64.b64decode(entry["npz"])
+                except (KeyError, TypeError, ValueError) as error:
+                    raise CaptureError(f"{self._label}: found a reproducer that cannot be read: {error}") from error
+                (self.path / file).write_bytes(data)
                 self._bundle.seal(file)
                 self._say(f"a finding of {entry['gate']}: kvqual replay {self.path / file}")
 

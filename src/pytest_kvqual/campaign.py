@@ -492,8 +492,9 @@ class Campaign:
                 attempt.boot()
                 attempt.identity()
                 attempt.identity_poison(self._faults("identity"))
-            if gate == "dispatch" and not attempt.has(DISPATCH):
-                attempt.dispatch(self._faults(gate))
+            # Before anything else is captured: what comes later is compared with it.
+            if gate != "identity" and not attempt.has(DISPATCH):
+                attempt.dispatch(self._faults("dispatch"))
             if gate in ORACLE_GATES and not attempt.has(ORACLE):
                 attempt.oracle([(name, claims) for claims in ORACLE_GATES for name in self._faults(claims)])
             if gate == "determinism" and not attempt.has(ORDERS):

@@ -68,11 +68,17 @@ def _arm_name(text: str) -> str:
 
 
 def _geometry(text: str) -> Geometry:
-    from pytest_kvqual.errors import KvqualError
+    from pytest_kvqual.errors import KvqualError, StudyError
     from pytest_kvqual.kv.geometry import parse_geometry
 
     try:
-        return parse_geometry(text)
+        geometry = parse_geometry(text)
+        if geometry.query_heads < 2 or geometry.head_size % 2:
+            raise StudyError(
+                f"found {geometry.query_heads} query heads of size {geometry.head_size}, expected at least 2 (one head "
+                "cannot be exchanged for another) of an even size"
+            )
+        return geometry
     except KvqualError as error:
         raise pytest.UsageError(f"--geometry: {error}") from None
 
@@ -150,7 +156,7 @@ def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
     """See the gates before anything deselects them, and order what is left after everything did."""
-    if config.getoption("backend"):
+    if config.getoption("backend") is not None:
         _check_backend(config.getoption("backend"), config.invocation_params.dir)
     gates = [item for item in items if item.get_closest_marker("gate") is not None]
     if not gates or hasattr(config, "workerinput"):

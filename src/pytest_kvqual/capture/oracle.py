@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from pytest_kvqual.capture import http
@@ -68,8 +69,7 @@ def capture_oracle(
 
     with ExitStack() as brackets:
         if free_blocks is not None:
-            held = bracket(server, "kvqual_hold_blocks", "kvqual_release_blocks", free_blocks, timeout_s=timeout_s)
-            brackets.enter_context(held)
+            brackets.enter_context(_held(server, free_blocks, timeout_s=timeout_s))
         # Closed also after a failure: a fault left planted would poison what follows.
         options = {"fault": fault, "probe": probe, "fills": fills}
         window = bracket(server, "kvqual_oracle_start", "kvqual_oracle_finish", options, timeout_s=timeout_s)
@@ -88,3 +88,20 @@ def capture_oracle(
             f"oracle pass (fault {fault}): found records {records!r:.200}, expected one mapping per rank"
         )
     return {"fault": fault, "records": records, "responses": [record(response, "forward") for response in responses]}
+
+
+@contextmanager
+def _held(server: Target, free_blocks: int, *, timeout_s: float) -> Iterator[None]:
+    """All but ``free_blocks`` blocks of the pool are held in the block.
+
+    Raises:
+        CaptureError: The worker cannot reach the scheduler's pool.
+    """
+    with bracket(server, "kvqual_hold_blocks", "kvqual_release_blocks", free_blocks, timeout_s=timeout_s) as released:
+        yield
+    if not any(isinstance(rank, dict) and rank.get("found") is True for rank in released):
+        raise CaptureError(
+            "found no block pool within reach of the worker, expected one: the pass held no block",
+            advice="run the engine's worker in the core's process (--distributed-executor-backend=uni), or leave the "
+            "pass 'pressure' out of the study",
+        )

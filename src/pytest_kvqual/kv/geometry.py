@@ -8,6 +8,9 @@ from types import MappingProxyType
 
 from pytest_kvqual.errors import StudyError
 
+LARGEST = 4096
+"""The largest size of a geometry: beyond it one layer's tensors fill the memory of a small machine."""
+
 _KEYS: Mapping[str, str] = MappingProxyType(
     {"hq": "query_heads", "hkv": "kv_heads", "d": "head_size", "block": "block_size"}
 )
@@ -35,8 +38,8 @@ class Geometry:
     def __post_init__(self) -> None:
         for name in ("query_heads", "kv_heads", "head_size", "block_size"):
             value: object = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise StudyError(f"found {value!r}, expected a positive integer, in geometry {name!r}")
+            if type(value) is not int or not 1 <= value <= LARGEST:
+                raise StudyError(f"found {value!r:.40}, expected an integer from 1 to {LARGEST}, in geometry {name!r}")
         if self.query_heads % self.kv_heads:
             raise StudyError(
                 f"found {self.query_heads} query heads over {self.kv_heads} KV heads, expected a multiple, in geometry"
@@ -79,8 +82,8 @@ def parse_geometry(text: str) -> Geometry:
             raise StudyError(f"found {part.strip()!r}, expected {form}, in geometry {text!r}")
         if _KEYS[key] in sizes:
             raise StudyError(f"found {key!r} twice, expected it once, in geometry {text!r}")
-        if not (value.isascii() and value.isdigit()):
-            raise StudyError(f"found {value!r}, expected a positive integer, for {key!r} in geometry {text!r}")
+        if not (value.isascii() and value.isdigit() and len(value) <= len(str(LARGEST))):
+            raise StudyError(f"found {value!r:.40}, expected a positive integer, for {key!r} in geometry {text!r}")
         sizes[_KEYS[key]] = int(value)
     missing = [key for key, field in _KEYS.items() if field not in sizes]
     if missing:

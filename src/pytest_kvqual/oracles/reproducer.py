@@ -29,6 +29,9 @@ from pytest_kvqual.oracles.outputs import Step, check_shift
 from pytest_kvqual.oracles.step import RowRequest, plan_step
 
 SCHEMA = 1
+LARGEST_FILE = 64 << 20
+"""Bytes of a reproducer at most: a history of :data:`LONGEST` positions is far below."""
+
 LONGEST = 1024
 """Positions of a history that a reproducer holds at most; a finding in a longer one has no reproducer."""
 
@@ -77,6 +80,8 @@ def check(path: Path) -> tuple[str, list[str]]:
     """
     import numpy as np
 
+    if path.exists() and not (path.is_file() and path.stat().st_size <= LARGEST_FILE):
+        raise EvidenceError(f"{path}: found no file of at most {LARGEST_FILE} bytes, expected a reproducer")
     try:
         # From memory: numpy leaves a damaged file open.
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as archive:
@@ -98,14 +103,18 @@ def check(path: Path) -> tuple[str, list[str]]:
                 f"{path}: its arrays do not fit together: {name} is {held[name].shape}, expected {held[like].shape} as"
                 f" {like}"
             )
+    empty = [name for name in _ARRAYS[what] if held[name].size == 0]
+    if empty:
+        raise EvidenceError(f"{path}: its arrays do not fit together: {empty[0]} is empty, expected what was compared")
     try:
-        return str(held["text"]), _CHECKS[what](held)
+        return _one_line(held["text"]), _CHECKS[what](held)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise EvidenceError(f"{path}: its arrays do not fit together: {_one_line(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(text: object) -> str:
+    """One printable line: a file's text may hold anything."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(str(text).split()))
 
 
 def _tensor(held: Mapping[str, Any], name: str) -> torch.Tensor:

@@ -64,8 +64,18 @@ def find_backend(text: str) -> Subject:
         raise StudyError(f"found backend module {name!r}, which cannot be imported: {reason}") from None
     except SystemExit as error:
         raise StudyError(f"found backend module {name!r}, which exits on import with {error.code!r}") from None
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # pytest.skip at module level
+        raise StudyError(f"found backend module {name!r}, which cannot be imported: {type(error).__name__}") from None
     if callable(getattr(module, "for_format", None)):
-        module = module.for_format(kv_format)
+        try:
+            module = module.for_format(kv_format)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise StudyError(
+                f"found backend module {name!r}, whose for_format({kv_format!r}) raises {reason}"
+            ) from None
     missing = [function for function in ("write", "attend") if not callable(getattr(module, function, None))]
     if missing:
         raise StudyError(
@@ -148,7 +158,11 @@ def run(
     died = ""
     try:
         steps = script.play(made)
-    except Exception as error:  # a backend that raises is a finding, with the case that made it raise
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        # A backend that raises is a finding, with the case that made it raise; one that calls pytest.skip or sys.exit,
+        # which are no Exception, is one too.
         died = f"the run ended with {type(error).__name__}: {error}".splitlines()[0]
     return Outcome(records=made.close(), steps=steps, died=died)
 

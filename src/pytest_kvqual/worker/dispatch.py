@@ -63,12 +63,12 @@ def attribute(activities: Iterable[Activity], layers: Iterable[str]) -> dict[str
     starts = [start for start, *_ in ranges]
 
     def layer_of(entry: Activity, *, any_thread: bool) -> str | None:
-        # Ranges of one thread do not nest, so the last one that began is the only one that can contain the entry.
+        # The last range that began and has not ended contains the entry: an attention may call its own cache update.
         index = bisect.bisect_right(starts, entry.start) - 1
         while index >= 0:
             _, end, thread, name = ranges[index]
-            if any_thread or thread == entry.thread:
-                return name if entry.end <= end else None
+            if (any_thread or thread == entry.thread) and entry.end <= end:
+                return name
             index -= 1
         return None
 
@@ -133,9 +133,13 @@ class DispatchReader:
         )
         profiler.start()
         self._profiler = profiler
-        for name, layer in self._layers.items():
-            for method in ("do_kv_cache_update", "forward"):
-                self._tap(layer.impl, method, _PREFIX + name)
+        try:
+            for name, layer in self._layers.items():
+                for method in ("do_kv_cache_update", "forward"):
+                    self._tap(layer.impl, method, _PREFIX + name)
+        except AttributeError as error:
+            self.remove()
+            raise WorkerError(f"{error}, expected do_kv_cache_update and forward of every layer") from error
 
     def _tap(self, holder: Any, method: str, label: str) -> None:
         original = getattr(holder, method)

@@ -141,7 +141,7 @@ class StepInputs:
                     requests=len(scheduled.num_scheduled_tokens),
                 )
             )
-        except AttributeError as error:
+        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
             # Reported by finish: an exception here would end the engine.
             self._objection = f"step {step}: {error}, expected block_table, seq_lens, query_start_loc and slot_mapping"
         self._parts.clear()

@@ -64,9 +64,17 @@ def test_a_rotated_pass_is_sent_and_kept_in_its_order(engine: FakeEngine) -> Non
 
 def test_a_scarce_pool_is_held_around_the_window(engine: FakeEngine) -> None:
     """All but so many blocks are held before the window opens, and released after it closed."""
+    engine.rpc_results[RELEASE] = [{"found": True, "released": 3}]
     capture(engine, free_blocks=12)
     assert [name for name, _ in engine.rpc] == [HOLD, START, FINISH, RELEASE]
     assert engine.rpc[0] == (HOLD, [12])
+
+
+def test_a_pool_out_of_reach_is_no_scarce_pool(engine: FakeEngine) -> None:
+    """A pass whose blocks were not held is refused, not passed off as one of a scarce pool."""
+    engine.rpc_results[RELEASE] = [{"found": False}]
+    with pytest.raises(CaptureError, match="found no block pool within reach of the worker"):
+        capture(engine, free_blocks=12)
 
 
 def test_a_pool_that_is_left_alone_is_neither_held_nor_released(engine: FakeEngine) -> None:

@@ -92,7 +92,6 @@ def test_fails_a_layer_that_runs_something_else(make: Any, key: str, value: Any,
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("impl", "OtherImpl", "found impl 'OtherImpl', expected 'PagedImpl' as at first"),
         (
             "kernels",
             ["other_attention", "write_cache"],
@@ -105,6 +104,15 @@ def test_fails_a_later_reading_that_differs(make: Any, key: str, value: Any, tex
     verdict = decide(make, candidate=damaged(make, (*LATER, key), value))
     assert verdict.outcome is Outcome.FAIL
     assert verdict.findings == (f"rule 6: dispatch, after oracle, rank 0, layer '{LAYER}': {text}",)
+
+
+@pytest.mark.parametrize("reading", ["first", "later"])
+def test_fails_one_layer_of_another_implementation(make: Any, reading: str) -> None:
+    """Every layer is of one implementation, from the first reading on."""
+    path = LATER if reading == "later" else (LATER[0], 0, *LATER[2:])
+    verdict = decide(make, candidate=damaged(make, (*path, "impl"), "OtherImpl"))
+    assert verdict.outcome is Outcome.FAIL
+    assert "found the implementation OtherImpl, expected PagedImpl, as in the first layer" in verdict.findings[0]
 
 
 def test_fails_layers_under_other_names(make: Any) -> None:

@@ -240,7 +240,7 @@ def _refused(path: Path) -> str:
 def test_no_file(tmp_path: Path) -> None:
     """A missing file and a folder are refused with the reason."""
     assert "No such file" in _refused(tmp_path / "none.npz")
-    assert "directory" in _refused(tmp_path)
+    assert "expected a reproducer" in _refused(tmp_path)
 
 
 def _plain(**arrays: Any) -> bytes:

@@ -163,9 +163,12 @@ def _ranks(result: Objections, study: Study, one: Table, where: str) -> Reading:
 
 def _declared(result: Objections, arm: Arm, ranks: Reading, where: str) -> None:
     """Rules 3 to 5 over one reading."""
+    first = next((layer[1] for layers in ranks for layer in layers.values()), "")
     for place, layers in enumerate(ranks):
-        for name, (backend, _, dtype, kernels) in layers.items():
+        for name, (backend, impl, dtype, kernels) in layers.items():
             spot = f"{where}, rank {place}, layer '{name}'"
+            if impl != first:
+                result.find(3, f"{spot}: found the implementation {impl}, expected {first}, as in the first layer")
             if backend != arm.attention_backend:
                 result.find(3, f"{spot}: found the backend '{backend}', expected '{arm.attention_backend}'")
             if arm.cache_dtype is not None and dtype != arm.cache_dtype:
