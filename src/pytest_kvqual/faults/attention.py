@@ -39,7 +39,8 @@ def table_read_with_manager_block_size(worker: Any) -> None:
 
     def change(call: Call) -> None:
         column = torch.arange(call.table.shape[1])
-        call.run(table=(call.table[:, column // 2] + column % 2) % call.cache.shape[0])
+        mixed = (call.table[:, column // 2] + column % 2) % call.cache.shape[0]
+        call.run(table=mixed.to(call.table.dtype))
 
     wrap_attention(worker, change)
 

@@ -12,6 +12,7 @@ A server that does not is ended and another one booted for the next fault.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "placement": ("placement",),
     "replay": ("replay",),
 }
+_EXCEPTION = re.compile(r"((?:[A-Za-z_][\w.]*)?(?:Error|Exception): \S.*)")
 _BOOT, _AGAIN = "boot", "again"
 _ALTERABLE = ("parameters", "scales")
 
@@ -148,6 +150,7 @@ class Served:
         self._identity: list[dict[str, object]] = []
         self._dispatch: list[object] = []
         self._answer: tuple[int, ...] = ()
+        self._log_start = 0
 
     def __enter__(self) -> Served:
         return self
@@ -181,12 +184,12 @@ class Served:
             KvqualError: The server of a healthy arm did not boot, or could not be read before the fault was planted.
         """
         # Readings of the healthy arm that this fault is compared with must be there before it is.
-        self._running()
         if fault.claimed_by in ("identity", "dispatch"):
             self._read_identity()
         if fault.claimed_by == "dispatch":
             self._read_dispatch()
         begun = monotonic_ns()
+        self._log_start = self._running().log.stat().st_size
         findings: dict[str, str] = {}
         trouble = None
         try:
@@ -216,7 +219,7 @@ class Served:
         if self._server is None:
             self._server = self._boot()
             self.boots += 1
-            self._identity, self._dispatch = [], []
+            self._identity, self._dispatch, self._log_start = [], [], 0
             self._answer = self._answered()
         return self._server
 
@@ -246,14 +249,19 @@ class Served:
         return server
 
     def _death(self, error: KvqualError) -> str:
-        """What ended the server where it is gone, else the error at hand."""
-        if self._server is None:
+        """What ended the server where it is gone, else the error at hand; with the first exception that it logged."""
+        server = self._server
+        if server is None:
             return error.line()
+        line = error.line()
         try:
-            self._server.check()
+            server.check()
         except ServerError as gone:
-            return gone.line()
-        return error.line()
+            line = gone.line()
+        with server.log.open(encoding="utf-8", errors="replace") as log:
+            log.seek(self._log_start)
+            first = next((found[1] for found in map(_EXCEPTION.search, log) if found is not None), None)
+        return line if first is None else f"{line}; it logged {first}"
 
     def _unlike_before(self) -> str | None:
         """Takes back what is planted; how the arm then differs from what it was before the first fault, in one line."""

@@ -151,7 +151,9 @@ def test_silence_is_right_for_a_benign_fault_and_for_none() -> None:
 class Engine:
     """A served arm's worker, pass and answers: one fault is seen, one kills it, one cannot be taken back."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self.log = log
+        self.log.write_text("OSError: an old one\n")
         self.alive = True
         self.spoilt = False
         self.passes: list[tuple[str, str | None, bool]] = []
@@ -159,7 +161,7 @@ class Engine:
 
     def boot(self) -> Any:
         self.alive, self.spoilt = True, False
-        return SimpleNamespace(base_url="", check=self.check, stop=lambda: None)
+        return SimpleNamespace(base_url="", log=self.log, check=self.check, stop=lambda: None)
 
     def check(self) -> None:
         if not self.alive:
@@ -180,6 +182,8 @@ class Engine:
             yield "routing", "a cell"
         if fault == "key-value-swapped":
             self.alive = False
+            with self.log.open("a") as log:
+                log.write("ERROR RuntimeError: expected Int\nERROR EngineDeadError: gone\n")
             raise CaptureError("found 1 of 1 requests failed")
         if fault == "other-layer-cache":
             self.spoilt = True
@@ -187,9 +191,9 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Engine:
     """The engine that the arm of the next fixture runs."""
-    return Engine(monkeypatch)
+    return Engine(monkeypatch, tmp_path / "server.log")
 
 
 @pytest.fixture
@@ -220,7 +224,9 @@ def test_a_fault_is_read_in_its_pass_and_gates_are_in_order(arm: Served, engine:
 def test_an_engine_that_dies_is_reported_and_booted_again(arm: Served) -> None:
     """A fault that kills the engine is no catch and says how it ended; the next fault has a new server."""
     dead = arm.plant(FAULTS["key-value-swapped"])
-    assert dead.trouble == "the engine failed under it: found the server ended with signal 11"
+    assert dead.trouble == (
+        "the engine failed under it: found the server ended with signal 11; it logged RuntimeError: expected Int"
+    )
     assert not dead.right
     assert arm.plant(FAULTS["slot-off-by-one"]).right
     assert arm.boots == 2
