@@ -223,6 +223,23 @@ def test_transfer_gathers(transfer: Transfer) -> None:
     transfer.sees(first_block_twice, "placement", probe=True)
 
 
+def test_transfer_long_histories(transfer: Transfer) -> None:
+    """Hundreds of positions, nine requests at once, ten decode steps and slots beyond sixteen bits change nothing."""
+    from pytest_kvqual.transfer.check import Case
+    from pytest_kvqual.transfer.engine import DEFAULT_GEOMETRY
+    from pytest_kvqual.transfer.workload import LONG_SLOTS, long_workload
+
+    geometry = transfer.geometry or DEFAULT_GEOMETRY
+    pool = {"blocks": LONG_SLOTS // geometry.block_size + 2 * max(1, 4096 // geometry.block_size), "layers": 1}
+    for subject in transfer.subjects:
+        for probe in (False, True):
+            case = Case(subject=subject, geometry=geometry, script=long_workload(), probe=probe, engine=pool)
+            outcome = case.run()
+            objections = outcome.objections(("routing", "shifted-outputs", "placement"))
+            if objections:
+                pytest.fail(case.report(outcome, objections, transfer.folder), pytrace=False)
+
+
 def test_transfer_output_placement(transfer: Transfer) -> None:
     """Each output row is the attention of its own request, position and heads, whatever the order of the batch."""
     from pytest_kvqual.transfer.plants import heads_turned

@@ -687,6 +687,8 @@ class Window:
             asked = self._spikes(plan, here, history, query.dtype)
             query = query.clone()
             query[:rows] = asked.view(query[:rows].shape)
+        # A backend may scale its query in place: each repetition gets what the first call got.
+        given = query.clone() if self._fills else query
         result = run(query, key, value)
         self._check_padding(layer, rows, output)
         if output.shape[0] < rows:
@@ -695,7 +697,7 @@ class Window:
             )
             return result
         if self._fills:
-            self._run_fills(layer, plan, view, table, output, lambda: run(query, key, value))
+            self._run_fills(layer, plan, view, table, output, lambda: run(given.clone(), key, value))
         if history is None:
             self["placement"].find("unseen-history", f"{layer}: the ledger does not hold the history of every row")
             return result

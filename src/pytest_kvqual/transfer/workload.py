@@ -192,6 +192,28 @@ def short_workload(block_size: int) -> Script:
     )
 
 
+LONG = (1, 64, 100, 129, 256, 257, 384, 513, 640)
+"""Prompt lengths of :func:`long_workload`: what a limit at 128, 256 or 512 positions would show at."""
+
+LONG_SLOTS = 1 << 16
+"""Slots of its pool at least, so that a slot number needs more than sixteen bits."""
+
+
+def long_workload() -> Script:
+    """Nine requests up to 640 positions, the longest in chunks, nine rows decoding for ten steps, then fewer and one."""
+    rows = [f"r{length}" for length in LONG]
+    ops: list[tuple[Any, ...]] = [
+        ("submit", name, ((40 + number, length),), "")
+        for number, (name, length) in enumerate(zip(rows, LONG, strict=True))
+    ]
+    ops.append(_compute(*((name, None) for name in rows[:-1]), (rows[-1], 256)))
+    ops.append(_compute(*((name, 1) for name in rows[:-1]), (rows[-1], None)))
+    ops += [_decode(*rows[turn:], *rows[:turn]) for turn in range(9)]
+    ops += [("finish", name) for name in rows[:-2]]
+    ops += [_decode(*rows[-2:]), ("finish", rows[-2]), _decode(rows[-1]), ("finish", rows[-1])]
+    return Script(tuple(ops))
+
+
 def names(script: Script) -> Sequence[str]:
     """The requests of a script in order of appearance."""
     return [op[2] if op[0] == "fork" else op[1] for op in script.ops if op[0] in ("submit", "fork")]
