@@ -200,7 +200,7 @@ LONG_SLOTS = 1 << 16
 
 
 def long_workload() -> Script:
-    """Nine requests up to 640 positions, the longest in chunks, nine rows decoding for ten steps, then fewer and one."""
+    """Nine requests up to 640 positions, the longest in chunks, nine rows decoding for ten steps, then two and one."""
     rows = [f"r{length}" for length in LONG]
     ops: list[tuple[Any, ...]] = [
         ("submit", name, ((40 + number, length),), "")
