@@ -261,8 +261,8 @@ class Table:
         raise self._error(one_line(f"{_place(self._origin, place)}: found {describe(value)}, expected {expected}"))
 
 
-_DIGITS = 20
-"""Characters of an integer that 64 bits hold, its sign included."""
+_DIGITS = 300
+"""Characters of an integer at most: Python refuses to print a sum of more than 4,300 digits."""
 
 
 def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: str = "") -> object:
@@ -283,7 +283,7 @@ def parse_json(data: bytes, *, origin: str, error: type[KvqualError], advice: st
 
     def whole(text: str) -> int:
         if len(text) > _DIGITS:
-            raise error(f"{origin}: found {text[:20]}…, expected an integer that 64 bits can hold", advice=advice)
+            raise error(f"{origin}: found {text[:20]}…, expected an integer of at most 300 digits", advice=advice)
         return int(text)
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -463,7 +463,7 @@ class Attempt:
             )
 
         options: dict[str, dict[str, object]] = {
-            "model": {},
+            "model": {"lone": True},
             "probe": {"probe": True, "fills": True},
             "pressure": {"free_blocks": rules.free_blocks},
             "rotated": {"rotation": rules.rotation},

@@ -367,6 +367,7 @@ class Campaign:
             gate,
             scales=self.selection.arm.scales is not None,
             rotation_may_differ=self.study.determinism == "rotation-diagnostic",
+            waived=self.study.waived(self.selection.arm.name, gate),
         )
 
     def _reading_fault(self) -> str:

@@ -127,7 +127,7 @@ def test_the_stock_arm_runs_the_stock_kernels(tmp_path: Path) -> None:
                 assert set(entry["kernels"]) >= STOCK
                 assert not matches(entry, "aten::*dot_product*")
                 assert not matches(entry, "aten::bmm")
-        assert rpc.call(server.base_url, "kvqual_taps", timeout_s=10) == [{"installed": False, "faults": 0}]
+        assert rpc.call(server.base_url, "kvqual_taps", timeout_s=10) == [{"installed": False, "faults": 0, "held": 0}]
 
 
 def test_the_candidate_runs_its_own_and_a_fallback_shows(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_candidate_runs_its_own_and_a_fallback_shows(tmp_path: Path) -> None
         rpc.call(server.base_url, "kvqual_inputs_start", timeout_s=LIMIT_S)
         ask(server, selection, tokens=4)
         (inputs,) = rpc.call(server.base_url, "kvqual_inputs_finish", timeout_s=LIMIT_S)
-        assert rpc.call(server.base_url, "kvqual_taps", timeout_s=10) == [{"installed": False, "faults": 0}]
+        assert rpc.call(server.base_url, "kvqual_taps", timeout_s=10) == [{"installed": False, "faults": 0, "held": 0}]
     for entry in both.values():
         assert (entry["backend"], entry["cache_dtype"]) == ("KVQUAL_K16V8", "torch.uint8")
         assert not matches(entry, "_C::*attn*")

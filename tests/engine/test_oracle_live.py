@@ -119,7 +119,7 @@ def test_healthy_passes(arm: str, kinds: set[str], tmp_path: Path, capsys: pytes
             "probe": oracle(server, selection, panels["probe"], probe=True, fills=True),
             "pressure": oracle(server, selection, panels["pressure"], free_blocks=rules.free_blocks),
         }
-        assert rpc.call(server.base_url, "kvqual_taps", timeout_s=10) == [{"installed": False, "faults": 0}]
+        assert rpc.call(server.base_url, "kvqual_taps", timeout_s=10) == [{"installed": False, "faults": 0, "held": 0}]
     for name, record in records.items():
         for section in ("row_map", "stale-maps", "routing", "shifted-outputs", "placement"):
             assert record[section]["findings_total"] == 0, (name, section, record[section]["findings"])

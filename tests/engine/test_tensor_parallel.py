@@ -168,7 +168,7 @@ def test_each_rank_answers_for_its_heads(arm: str, tmp_path: Path) -> None:
         # The scheduler is in the core's process, and these workers are not.
         assert rpc.call(server.base_url, "hold", 4, timeout_s=10) == [{"found": False}] * RANKS
         taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=10)
-        assert taps == [{"installed": False, "faults": 0}] * RANKS
+        assert taps == [{"installed": False, "faults": 0, "held": 0}] * RANKS
 
 
 def test_one_kv_head_is_kept_by_both_ranks(tmp_path: Path) -> None:

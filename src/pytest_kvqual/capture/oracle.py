@@ -24,6 +24,7 @@ def capture_oracle(
     fills: bool = False,
     free_blocks: int | None = None,
     rotation: int = 0,
+    lone: bool = False,
     model: str,
     schedule: Schedule = "waves",
     wave_size: int,
@@ -40,6 +41,7 @@ def capture_oracle(
         fills: Every attention call is made again with unwritten cells filled (:mod:`pytest_kvqual.oracles.fills`).
         free_blocks: All but the last so many blocks of the pool are held during the pass, so that requests live at its
             top, use blocks again, and are preempted and resumed. None leaves the pool alone.
+        lone: The panel's middle request is sent first, alone: its prompt is then a batch of its own.
         rotation: The requests are sent in the panel's order, rotated by so many.
         model: The served model's name.
         schedule: How the requests reach the engine.
@@ -74,7 +76,10 @@ def capture_oracle(
         options = {"fault": fault, "probe": probe, "fills": fills}
         window = bracket(server, "kvqual_oracle_start", "kvqual_oracle_finish", options, timeout_s=timeout_s)
         records = brackets.enter_context(window)
-        send_all(server, requests, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
+        middle = len(requests) // 2
+        parts = [requests[middle : middle + 1], requests[:middle] + requests[middle + 1 :]] if lone else [requests]
+        for part in parts:
+            send_all(server, part, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
         failed = [response for response in responses if response.error is not None]
         if failed or len(responses) != len(requests):
             first = failed[0] if failed else None

@@ -6,7 +6,7 @@ run plants these: for each gate kinds that recur in public reports, in the order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from pytest_kvqual.faults.catalogue import FAULTS
@@ -25,7 +25,7 @@ SEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "shifted-outputs": ("outputs-rolled-by-one-row", "outputs-of-previous-step"),
         "placement": ("v-scale-dropped-on-read", "other-layer-cache", "head-map-by-modulus"),
-        "replay": ("tail-of-v-times-zero", "page-behind-block-multiple-times-zero"),
+        "replay": ("tail-of-v-times-zero", "page-behind-block-multiple-times-zero", "tail-of-v-in-denominator"),
         "determinism": ("output-depends-on-batch-index", "output-depends-on-step-number"),
     }
 )
@@ -35,16 +35,21 @@ ROTATION_ONLY = ("output-depends-on-batch-index",)
 """The faults that show in another order alone: a policy that lets a rotation differ cannot see them."""
 
 
-def seeded(gate: str, *, scales: bool, rotation_may_differ: bool = False) -> tuple[str, ...]:
+def seeded(
+    gate: str, *, scales: bool, rotation_may_differ: bool = False, waived: Collection[str] = ()
+) -> tuple[str, ...]:
     """The faults that a run plants against ``gate``.
 
     Args:
         gate: The gate.
         scales: Whether the arm has declared V scales; without them there is none to drop or to alter.
+        waived: The kinds of finding that the study waives for the arm: a fault that makes no other shows nothing there.
         rotation_may_differ: Whether the study's policy of determinism only reports how a rotated order differs.
     """
     return tuple(
         name
         for name in SEEDED.get(gate, ())
-        if (scales or FAULTS[name].needs != "scales") and not (rotation_may_differ and name in ROTATION_ONLY)
+        if (scales or FAULTS[name].needs != "scales")
+        and not (rotation_may_differ and name in ROTATION_ONLY)
+        and not (FAULTS[name].finding and FAULTS[name].finding in waived)
     )

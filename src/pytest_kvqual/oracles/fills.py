@@ -73,6 +73,15 @@ def contents(
     return fills
 
 
+def changed_rows(before: torch.Tensor, after: torch.Tensor, rows: int) -> torch.Tensor:
+    """The first ``rows`` rows of two outputs that differ in a bit: int64 ``[n]``."""
+    left, right = (
+        part[:rows].reshape(rows, -1).contiguous().view(torch.uint8) if rows else part.new_empty(0, 1)
+        for part in (before, after)
+    )
+    return torch.nonzero((left != right).any(dim=1)).flatten()
+
+
 def check_fill(
     tally: Tally, plan: StepPlan, *, layer: str, fill: str, before: torch.Tensor, after: torch.Tensor
 ) -> int | None:
@@ -82,11 +91,7 @@ def check_fill(
         The first row that changed, or None.
     """
     rows = plan.rows
-    left, right = (
-        part[:rows].reshape(rows, -1).contiguous().view(torch.uint8) if rows else part.new_empty(0, 1)
-        for part in (before, after)
-    )
-    changed = torch.nonzero((left != right).any(dim=1)).flatten()
+    changed = changed_rows(before, after, rows)
     if not changed.numel():
         return None
     row = int(changed[0])

@@ -20,6 +20,9 @@ from collections.abc import Sequence
 import torch
 
 TARGET_SCORE = 16.0
+AHEAD_SCORE = 20.0
+"""Score of the position behind a row's own, which a causal mask must keep from it."""
+
 _BEYOND = 500.0
 _BEYOND_EVERY = 16
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
@@ -71,7 +74,10 @@ def keys_values(
     magnitude = 1 + ((_hash(seeds) >> 17) & 7) / 8
     amplitude = 1.0 if v_scale == 1.0 else 64.0 * v_scale
     value = _signs(seeds, size) * magnitude[..., None] * amplitude
-    value[positions % _BEYOND_EVERY == _BEYOND_EVERY - 1, :, 0] = _BEYOND * v_scale
+    beyond = positions % _BEYOND_EVERY == _BEYOND_EVERY - 1
+    # Of both signs: a cast can overflow on one side only.
+    side = ((positions // _BEYOND_EVERY) % 2 * 2 - 1).to(value.dtype)
+    value[beyond, :, 0] = (side * _BEYOND * v_scale)[beyond, None]
     return key.to(dtype), value.to(dtype)
 
 
@@ -144,3 +150,27 @@ def spikes(keys: torch.Tensor, at: torch.Tensor, *, softmax_scale: float, dtype:
     chosen = keys[at, head[None, :]]
     square = chosen.square().sum(dim=-1, keepdim=True)
     return (chosen * (TARGET_SCORE / softmax_scale) / square.clamp(min=1e-30)).to(dtype)
+
+
+def ahead(
+    keys: torch.Tensor, positions: torch.Tensor, *, query_heads: int, softmax_scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """What is added to each row's query so that the position behind its own would outweigh all others if it were seen.
+
+    Args:
+        keys: float32 ``[L, Hkv, D]``, the request's K as the ledger holds it.
+        positions: int64 ``[n]``, the rows' own positions; the last of the request has none behind it and gets zero.
+        query_heads: Query heads.
+        softmax_scale: Factor of the scores.
+        dtype: The engine's 16-bit type.
+
+    Returns:
+        ``[n, query_heads, D]`` of ``dtype``.
+    """
+    head = torch.arange(query_heads) // (query_heads // keys.shape[1])
+    behind = (positions + 1).clamp(max=keys.shape[0] - 1)
+    chosen = keys[behind[:, None], head[None, :]]
+    square = chosen.square().sum(dim=-1, keepdim=True)
+    added = chosen * (AHEAD_SCORE / softmax_scale) / square.clamp(min=1e-30)
+    added[positions + 1 >= keys.shape[0]] = 0
+    return added.to(dtype)

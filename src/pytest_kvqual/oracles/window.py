@@ -30,6 +30,9 @@ from pytest_kvqual.oracles.step import NO_SLOT, RowRequest, StepPlan, plan_step,
 from pytest_kvqual.oracles.whereabouts import Holding
 
 _SAMPLE_TOKENS = 64
+_GAIN_VECTORS = 256
+"""(Row, query head) pairs from which on a layer's mean deviation says something: fewer may all round to one side."""
+
 _KEPT_ROWS = 256
 """Rows of a step that are kept as the step before, per layer."""
 
@@ -102,6 +105,12 @@ class _Layer:
     number: int
     initial: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     before: outputs.Step | None = None
+    agreement: float = 0.0
+    """Sum over all rows of the products of output and reference."""
+    size: float = 0.0
+    """Sum over all rows of the squares of the reference."""
+    vectors: int = 0
+    """(Row, query head) pairs in these sums."""
 
 
 def _split(view: LayerView, cells: torch.Tensor) -> Cells:
@@ -785,7 +794,13 @@ class Window:
             at = fingerprints.targets(
                 positions, candidates, query_heads=view.query_heads, layer=here.number, window=view.window
             )
-            parts.append(fingerprints.spikes(keys, at, softmax_scale=view.softmax_scale, dtype=dtype))
+            looked = fingerprints.spikes(keys, at, softmax_scale=view.softmax_scale, dtype=dtype)
+            parts.append(
+                looked
+                + fingerprints.ahead(
+                    keys, positions, query_heads=view.query_heads, softmax_scale=view.softmax_scale, dtype=dtype
+                )
+            )
         return torch.cat(parts)
 
     def _run_fills(
@@ -814,27 +829,42 @@ class Window:
             v_scale=view.v_scale,
             other=self._other_cells(layer, plan, view, before.dtype),
         )
+        run()
+        differ = fills.changed_rows(before, output, plan.rows)
+        if differ.numel():
+            # Nothing can be said of fills then.
+            tally.find(
+                "not-repeatable",
+                f"{layer}: output of {plan.name(int(differ[0]))} differs between two calls with the same cells"
+                f" ({differ.numel()} of {plan.rows} rows of this step)",
+                differ.numel(),
+            )
+            self._keep_fill(layer, "none", int(differ[0]), before, output)
+            output.copy_(before)
+            return
         try:
             for fill in fills.NAMES:
                 view.codec.place(view.cache, slots, made[fill])
                 run()
                 self._filled[fill] += plan.rows
                 row = fills.check_fill(tally, plan, layer=layer, fill=fill, before=before, after=output)
-                if row is not None and "replay" not in self._reproducers:
-                    self._reproducers["replay"] = reproducer.pack(
-                        "fill",
-                        tally.findings[-1],
-                        {
-                            "before": before[row].contiguous().view(torch.uint8),
-                            "after": output[row].contiguous().view(torch.uint8),
-                        },
-                        layer=layer,
-                        fill=fill,
-                    )
+                if row is not None:
+                    self._keep_fill(layer, fill, row, before, output)
         finally:
             # A backend that raises must not leave the cache filled.
             view.codec.place(view.cache, slots, kept)
             output.copy_(before)
+
+    def _keep_fill(self, layer: str, fill: str, row: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        if "replay" not in self._reproducers:
+            both = {"before": before[row], "after": after[row]}
+            self._reproducers["replay"] = reproducer.pack(
+                "fill",
+                self["replay"].findings[-1],
+                {name: output.contiguous().view(torch.uint8) for name, output in both.items()},
+                layer=layer,
+                fill=fill,
+            )
 
     def _other_cells(self, layer: str, plan: StepPlan, view: LayerView, dtype: torch.dtype) -> Cells:
         """Written cells to fill with: of the step's last request; a fill of its own tail is of other positions."""
@@ -876,6 +906,11 @@ class Window:
             self["placement"], plan, layer=view.name, output=output, reference=reference
         )
         here.before = _shortened(step)
+        rows = output[: plan.rows].reshape(reference.output.shape).float() if output.shape[0] >= plan.rows else None
+        if rows is not None:
+            here.agreement += float((rows.double() * reference.output.double()).sum())
+            here.size += float(reference.output.double().square().sum())
+            here.vectors += plan.rows * view.query_heads
         self._attended.add(view.name)
         self._ambiguous += ambiguous
         self._worst = worst if math.isnan(worst) or worst > self._worst else self._worst
@@ -962,6 +997,27 @@ class Window:
                 }
                 return
 
+    def _check_gain(self) -> float:
+        """The largest mean deviation of a layer's outputs along their references: at most two rounding units, one ulp.
+
+        Rounding to nearest errs to both sides and cancels over many rows; rounding to one side errs by less than an
+        ulp. A factor that is one per cent off is within the tolerance of every row and does not cancel.
+        """
+        worst = 0.0
+        for name, layer in self._layers.items():
+            if layer.vectors < _GAIN_VECTORS or not layer.size:
+                continue
+            gain = abs(layer.agreement / layer.size - 1)
+            worst = gain if math.isnan(gain) or gain > worst else worst
+            if not gain <= 2 * self._rounding:
+                self["placement"].find(
+                    "gain",
+                    f"{name}: outputs are {layer.agreement / layer.size:.5f} times their references on average over"
+                    f" {layer.vectors} rows and heads, expected 1 within {2 * self._rounding:.5f}: a scale or a softmax"
+                    " factor is off",
+                )
+        return worst
+
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, object]:
@@ -983,6 +1039,7 @@ class Window:
                     f"{name}: block {int(changed[0])} changed and no request of the window holds it",
                     changed.numel(),
                 )
+        gain = self._check_gain()
         sections = {name: tally.to_dict() for name, tally in self._tallies.items()}
         return {
             "steps": self._steps,
@@ -1013,6 +1070,7 @@ class Window:
                 "layers": len(self._attended),
                 "ambiguous_rows": self._ambiguous,
                 "worst_ratio": self._worst if math.isfinite(self._worst) else str(self._worst),
+                "worst_gain": gain if math.isfinite(gain) else str(gain),
             },
             "replay": {"cells_filled": 0, **sections["replay"], "rows_compared": dict(self._filled)},
             "reproducers": [

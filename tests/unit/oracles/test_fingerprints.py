@@ -90,13 +90,14 @@ def test_values_have_eight_magnitudes_in_the_middle_of_the_range(v_scale: float,
 
 @pytest.mark.parametrize("v_scale", [0.0137, 1.0])
 def test_every_sixteenth_position_is_beyond_the_range(v_scale: float) -> None:
-    """At positions 15, 31, ... the first element of V exceeds 448 scales in every head, and is clamped."""
+    """At positions 15, 31, ... the first element of V is beyond 448 scales in every head, in turn on each side."""
     key, value = _keys_values(48, v_scale=v_scale)
-    beyond = value.float()[:, :, 0] / v_scale > 448
+    beyond = value.float()[:, :, 0].abs() / v_scale > 448
+    assert (value.float()[[15, 31, 47], 0, 0] > 0).tolist() == [False, True, False]
     assert beyond.all(dim=1).nonzero().flatten().tolist() == [15, 31, 47]
     assert bool((beyond.any(dim=1) == beyond.all(dim=1)).all())
     assert not bool((value.float()[:, :, 1:].abs() / v_scale > 448).any())
-    assert formats.K16V8().encode(key, value, v_scale).v[15, :, 0].tolist() == [0x7E] * 3
+    assert formats.K16V8().encode(key, value, v_scale).v[31, :, 0].tolist() == [0x7E] * 3
 
 
 # -- targets -------------------------------------------------------------------------------------------------------

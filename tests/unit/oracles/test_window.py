@@ -101,6 +101,7 @@ def test_the_record_counts_what_was_checked() -> None:
         "layers": 2,
         "ambiguous_rows": 0,
         "worst_ratio": record["placement"]["worst_ratio"],
+        "worst_gain": 0.0,
     }
     assert 0 < record["placement"]["worst_ratio"] < 1
     every = {"nan": 2 * ROWS, "large": 2 * ROWS, "other-request": 2 * ROWS}
@@ -1477,3 +1478,30 @@ def test_conditions_are_counted_where_they_hold() -> None:
         {"chunked": 1, "shrinking-batch": 1, "padding": 1},
         {"below-block": 1},
     ]
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1.0, False), (1.01, True), (0.99, True), (math.nan, True)])
+def test_a_gain_within_every_tolerance_is_found_over_many_rows(factor: float, found: bool) -> None:
+    """One per cent is within the tolerance of each row; over many rows it is no rounding."""
+
+    def scale(layer: str, output: torch.Tensor) -> None:
+        output *= factor
+
+    driver = Driver(on_output=scale)
+    driver.admit("a", [token % 30 for token in range(44)], list(range(1, 12)))
+    for start in range(0, 44, 4):
+        driver.step([("a", start, 4)])
+    record = driver.finish()
+    assert ("gain" in record["placement"]["kinds"]) == found, record["placement"]
+    assert math.isnan(factor) or (record["placement"]["worst_gain"] > 2**-7) == found
+
+
+def test_a_call_that_does_not_repeat_says_so_and_not_that_a_fill_did_it() -> None:
+    """Outputs that differ from one call to the next are named as such, and nothing is said of fills."""
+    calls = iter(range(10**6))
+    driver = Driver(fills=True, read=lambda key, value: (key, value + 0.001 * next(calls)))
+    driver.admit("a", [1, 2, 3, 4, 5], [1, 2])
+    driver.step([("a", 0, 5)])
+    record = driver.finish()
+    assert set(record["replay"]["kinds"]) == {"not-repeatable"}
+    assert record["replay"]["rows_compared"] == {"nan": 0, "large": 0, "other-request": 0}
