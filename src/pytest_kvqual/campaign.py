@@ -44,6 +44,7 @@ from pytest_kvqual.attempt import (
 from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, ServerError, StudyError
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
+from pytest_kvqual.study.load import ORACLE_GATES
 
 if TYPE_CHECKING:
     from pytest_kvqual.evidence.reader import Reader
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from pytest_kvqual.receipt.statement import Receipt
     from pytest_kvqual.receipt.write import Receipts
     from pytest_kvqual.study.model import Arm, Selection, Study
-
-ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
-"""The gates that are judged on one document, ``oracle.json``."""
 
 FREE_BYTES: Final = 256 << 20
 """Space that must be free in the run directory before a server boots: evidence and logs of one run, with a margin."""

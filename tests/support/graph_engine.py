@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pytest_kvqual.kv.backends import masked, reference
+from pytest_kvqual.oracles.window import Window
 from pytest_kvqual.worker.graph import RecordedStep
 from pytest_kvqual.worker.static_taps import StaticTap
 
@@ -161,7 +162,7 @@ class GraphEngine:
         return found
 
 
-class RecordingWindow:
+class RecordingWindow(Window):
     """Keeps what it is given; calls ``write`` and ``run`` as the oracle window does."""
 
     def __init__(self) -> None:

@@ -644,7 +644,7 @@ def healthy_oracle(selection: Selection, **kinds: int) -> dict[str, Any]:
             },
         }
 
-    passes = []
+    passes, by = [], study.oracle.rotation
     for name, panel in pass_panels(selection).items():
         items = [*enumerate(panel.items)]
         wave = [answered(item, index, [5] * item.max_tokens) for index, item in items]
@@ -654,12 +654,17 @@ def healthy_oracle(selection: Selection, **kinds: int) -> dict[str, Any]:
             {
                 "name": name,
                 "records": [rank(name, rows, found)],
-                "wave": [*wave[1:], *wave[:1]] if name == "rotated" else wave,
+                "wave": [*wave[by:], *wave[:by]] if name == "rotated" else wave,
             }
         )
     caught = {"findings": ["a row changed"], "findings_total": 3, "kinds": {"large-fill": 3}}
     poison = [
-        {"fault": fault, "claimed_by": "replay", "records": [{"replay": caught}], "responses": []}
+        {
+            "fault": fault,
+            "claimed_by": "replay",
+            "records": [{**rank("probe", 8, {}), "replay": caught}],
+            "responses": [],
+        }
         for fault in SEEDED["replay"]
     ]
     return {"schema": 2, "passes": passes, "poison": poison}

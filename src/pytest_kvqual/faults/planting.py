@@ -14,16 +14,12 @@ from typing import Any
 
 import torch
 
+from pytest_kvqual.worker import attributes
+
 
 def replace(worker: Any, holder: Any, name: str, value: object) -> None:
     """Sets an attribute and remembers how to take it back."""
-    held = vars(holder)
-    if name in held:
-        old = held[name]
-        worker.kvqual_undo.append(lambda: setattr(holder, name, old))
-    else:
-        worker.kvqual_undo.append(lambda: delattr(holder, name))
-    setattr(holder, name, value)
+    attributes.replace(worker.kvqual_undo, holder, name, value)
 
 
 @contextmanager

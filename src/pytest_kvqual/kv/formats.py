@@ -299,10 +299,6 @@ class K8V8Inline:
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         return _from_inline(cells.k), _from_inline(cells.v)
 
-    def k_cell_bytes(self, head_size: int) -> int:
-        """How many bytes of a cell in canonical order are K, its scale included."""
-        return head_size + 4
-
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
         size = self._size(cache)
         block, offset = _slots(cache, slots)

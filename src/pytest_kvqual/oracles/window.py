@@ -111,14 +111,12 @@ class _Layer:
     """Sum over all rows of the squares of the reference."""
     vectors: int = 0
     """(Row, query head) pairs in these sums."""
+    k_width: int = 0
+    """Bytes of a cell's K, as the first update encoded it: the ledger keeps K and V joined."""
 
-
-def _split(view: LayerView, cells: torch.Tensor) -> Cells:
-    at = view.codec.k_bytes * view.head_size
-    if hasattr(view.codec, "k_cell_bytes"):
-        at = view.codec.k_cell_bytes(view.head_size)
-    # Contiguous, so that they are compared eight bytes at a time.
-    return Cells(k=cells[..., :at].contiguous(), v=cells[..., at:].contiguous())
+    def split(self, cells: torch.Tensor) -> Cells:
+        """Cells of the ledger as K and V; contiguous, so that they are compared eight bytes at a time."""
+        return Cells(k=cells[..., : self.k_width].contiguous(), v=cells[..., self.k_width :].contiguous())
 
 
 class Window:
@@ -435,11 +433,10 @@ class Window:
         held = {block for block in held if 0 <= block < self._first.cache.shape[0]}
         fresh = sorted((held | set(plan.live_blocks())) - self._shadow.blocks)
         if fresh:
-            at = torch.tensor(fresh)
+            at, claimed = torch.tensor(fresh), self._claimed_blocks()
             for name, layer in self._layers.items():
                 if not layer.initial.numel():
                     continue
-                claimed = self._claimed_blocks()
                 changed = torch.nonzero(block_sums(layer.view.cache[at]) != layer.initial[at]).flatten()
                 # A restore or a copy writes to a block before the first step of its request.
                 wrong = [fresh[index] for index in changed.tolist() if fresh[index] not in claimed]
@@ -472,7 +469,7 @@ class Window:
             for block in other.blocks[: -(-other.computed // self._block_size)]
         }
         for name, layer in self._layers.items():
-            cells = _split(layer.view, self._ledger.history(name, request, cached))
+            cells = layer.split(self._ledger.history(name, request, cached))
             blocks = slots // self._block_size
             others = torch.tensor([block in shared for block in blocks.tolist()]) & (slots >= 0)
             if bool(others.any()):
@@ -552,6 +549,7 @@ class Window:
         self._conditions["padding"] += slot_mapping.numel() > rows
         self._map_now = (slot_mapping.tolist(),)
         write(key, value)
+        here.k_width = cells.k.shape[-1]
         joined = torch.cat([cells.k, cells.v], dim=-1)
         starts = plan.query_start()
         # Whoever writes a prefix comes before those that take it in the same step.
@@ -644,7 +642,7 @@ class Window:
         for name, request in self._requests.items():
             length = self._ledger.length(view.name, name)
             if length:
-                cells = _split(view, self._ledger.history(view.name, name, length))
+                cells = self._layers[view.name].split(self._ledger.history(view.name, name, length))
                 slots = slots_of(request.blocks, torch.arange(length), self._block_size)
                 held.append(Holding(request=name, k=cells.k, v=cells.v, slots=slots))
         return held
@@ -770,7 +768,9 @@ class Window:
         if not slots:
             return
         gathered = torch.cat(slots)
-        wrong = differing(gathered, view.codec.read(view.cache, gathered), _split(view, torch.cat(expected)))
+        wrong = differing(
+            gathered, view.codec.read(view.cache, gathered), self._layers[view.name].split(torch.cat(expected))
+        )
         self["routing"].checked("history_cells", gathered.numel())
         self._find_cells(wrong, layer, "wrong-history")
 
@@ -781,7 +781,7 @@ class Window:
             if not self._ledger.covers(layer, request.request, request.seq_len):
                 return None
             cells = self._ledger.history(layer, request.request, request.seq_len)
-            history.append(view.codec.decode(_split(view, cells), view.v_scale))
+            history.append(view.codec.decode(self._layers[view.name].split(cells), view.v_scale))
         return history
 
     def _spikes(
@@ -873,7 +873,7 @@ class Window:
         if not length:
             one = torch.ones(1, view.kv_heads, view.head_size, dtype=dtype)
             return view.codec.encode(one, one, view.v_scale)
-        return _split(view, self._ledger.history(layer, request.request, length))
+        return self._layers[view.name].split(self._ledger.history(layer, request.request, length))
 
     def _check_outputs(
         self,

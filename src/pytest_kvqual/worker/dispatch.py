@@ -12,13 +12,14 @@ declared pattern matches. Read it from the eager or piecewise run of the same bu
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
+from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.wire import WorkerError
 
 _PREFIX = "kvqual.dispatch/"
@@ -107,13 +108,13 @@ class DispatchReader:
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = dict(layers)
-        self._undo: list[Callable[[], None]] = []
+        self._attributes = Attributes()
         self._profiler: Any = None
 
     @property
     def installed(self) -> bool:
         """Whether any range is on."""
-        return bool(self._undo)
+        return bool(self._attributes)
 
     def start(self) -> None:
         """Puts the ranges on and starts the profiler.
@@ -148,18 +149,11 @@ class DispatchReader:
             with torch.profiler.record_function(label):
                 return original(*args, **kwargs)
 
-        held = vars(holder)
-        if method in held:
-            old = held[method]
-            self._undo.append(lambda: setattr(holder, method, old))
-        else:
-            self._undo.append(lambda: delattr(holder, method))
-        setattr(holder, method, ranged)
+        self._attributes.replace(holder, method, ranged)
 
     def remove(self) -> None:
         """Takes the ranges off and stops the profiler; nothing is read."""
-        while self._undo:
-            self._undo.pop()()
+        self._attributes.restore()
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -11,41 +11,13 @@ before anything is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from pytest_kvqual.oracles.window import Window
+from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.wire import WorkerError
-
-
-class Window(Protocol):
-    """What a tap feeds: the oracle window's two calls of one layer and step."""
-
-    def update(
-        self,
-        layer: str,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        *,
-        write: Callable[[torch.Tensor, torch.Tensor], object],
-    ) -> None:
-        """K and V of the step's rows and the slots they went to; ``write`` is called once."""
-
-    def attend(
-        self,
-        layer: str,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        output: torch.Tensor,
-        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
-    ) -> object:
-        """Queries, maps and outputs of the step; ``run`` is called once and has filled ``output``."""
 
 
 class _Buffer:
@@ -136,12 +108,12 @@ class StaticTap:
             )
             for name, layer in self._layers.items()
         }
-        self._undo: list[Callable[[], None]] = []
+        self._attributes = Attributes()
 
     @property
     def installed(self) -> bool:
         """Whether any tap is on. A graph captured meanwhile keeps its copies."""
-        return bool(self._undo)
+        return bool(self._attributes)
 
     def install(self) -> None:
         """Puts the taps on.
@@ -149,26 +121,16 @@ class StaticTap:
         Raises:
             WorkerError: They are on already.
         """
-        if self._undo:
+        if self._attributes:
             raise WorkerError("the static taps are on already")
         for name, layer in self._layers.items():
             buffers, impl = self._buffers[name], layer.impl
-            self._tap(impl, "do_kv_cache_update", _updating(buffers, impl.do_kv_cache_update))
-            self._tap(impl, "forward", _attending(buffers, impl.forward))
-
-    def _tap(self, holder: Any, name: str, function: Callable[..., Any]) -> None:
-        held = vars(holder)
-        if name in held:
-            old = held[name]
-            self._undo.append(lambda: setattr(holder, name, old))
-        else:
-            self._undo.append(lambda: delattr(holder, name))
-        setattr(holder, name, function)
+            self._attributes.replace(impl, "do_kv_cache_update", _updating(buffers, impl.do_kv_cache_update))
+            self._attributes.replace(impl, "forward", _attending(buffers, impl.forward))
 
     def remove(self) -> None:
         """Takes the taps off."""
-        while self._undo:
-            self._undo.pop()()
+        self._attributes.restore()
 
     def skip(self) -> None:
         """Forgets the steps that ran so far: warm-up and the capture itself."""

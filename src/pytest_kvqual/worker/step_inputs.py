@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.wire import WorkerError
 
 _BUILDS = ("build", "update_block_table")
@@ -63,7 +64,7 @@ class StepInputs:
         self._builders = list(builders)
         self._runner = runner
         self._block_size = block_size
-        self._undo: list[Callable[[], None]] = []
+        self._attributes = Attributes()
         self._scheduled: Any = None
         self._parts: list[tuple[Any, int]] = []
         self._digests: list[str] = []
@@ -72,7 +73,7 @@ class StepInputs:
     @property
     def installed(self) -> bool:
         """Whether any hook is on."""
-        return bool(self._undo)
+        return bool(self._attributes)
 
     def start(self) -> None:
         """Puts the hooks on.
@@ -80,28 +81,19 @@ class StepInputs:
         Raises:
             WorkerError: They are on already, or there is no builder.
         """
-        if self._undo:
+        if self._attributes:
             raise WorkerError("step inputs are being digested already")
         if not self._builders:
             raise WorkerError("found no attention metadata builder, expected one per cache group, in the model runner")
         self._digests.clear()
         self._objection = ""
-        self._hook(self._runner, "execute_model", self._stepping(self._runner.execute_model))
+        self._attributes.replace(self._runner, "execute_model", self._stepping(self._runner.execute_model))
         for builder in self._builders:
             spec = getattr(builder, "kv_cache_spec", None)
             block_size = int(getattr(spec, "block_size", None) or self._block_size)
             for method in _BUILDS:
                 if hasattr(builder, method):
-                    self._hook(builder, method, self._building(getattr(builder, method), block_size))
-
-    def _hook(self, holder: Any, name: str, function: Callable[..., Any]) -> None:
-        held = vars(holder)
-        if name in held:
-            old = held[name]
-            self._undo.append(lambda: setattr(holder, name, old))
-        else:
-            self._undo.append(lambda: delattr(holder, name))
-        setattr(holder, name, function)
+                    self._attributes.replace(builder, method, self._building(getattr(builder, method), block_size))
 
     def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,8 +140,7 @@ class StepInputs:
 
     def remove(self) -> None:
         """Takes the hooks off."""
-        while self._undo:
-            self._undo.pop()()
+        self._attributes.restore()
 
     def finish(self) -> dict[str, object]:
         """Takes the hooks off and returns ``{"steps": int, "digests": [hex SHA-256, one per step]}``.
@@ -157,7 +148,7 @@ class StepInputs:
         Raises:
             WorkerError: The hooks are not on, or the inputs of a step could not be read.
         """
-        if not self._undo:
+        if not self._attributes:
             raise WorkerError("no step inputs are being digested")
         self.remove()
         if self._objection:

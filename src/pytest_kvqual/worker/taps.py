@@ -13,32 +13,8 @@ from typing import Any
 import torch
 
 from pytest_kvqual.oracles.window import LayerView, Window
+from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.wire import WorkerError
-
-
-class Attributes:
-    """Instance attributes that are replaced for a while, and put back as they were found."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def replace(self, holder: Any, name: str, value: object) -> None:
-        """Sets ``holder.name`` until :meth:`restore`."""
-        held = vars(holder)
-        if name in held:
-            old = held[name]
-            self._undo.append(lambda: setattr(holder, name, old))
-        else:
-            self._undo.append(lambda: delattr(holder, name))
-        setattr(holder, name, value)
-
-    def restore(self) -> None:
-        """Puts everything back, last first."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __bool__(self) -> bool:
-        return bool(self._undo)
 
 
 class OracleTaps:

@@ -465,3 +465,33 @@ def test_a_fault_that_was_not_run_is_inconclusive(make: Any, gate: str) -> None:
     assert verdict.findings == ("poison: 'another' was not caught: it was not run",)
     verdict = decide(make, gate, candidate=damaged(make, ("poison",), []), faults=())
     assert verdict.findings == ("poison: no seeded fault was run against this gate",)
+
+
+def test_the_rotated_pass_is_rotated_as_the_study_says(make: Any, gate: str) -> None:
+    """Another order than the panel's is not enough: it is the panel's, rotated by the study's number."""
+    study = make.study()
+    study = replace(study, oracle=replace(study.oracle, rotation=2))
+    verdict = decide(make, gate, study=study)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert says(verdict, "the requests were sent in another order than the panel's rotated by 2")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(("rank",), 7), (("steps",), 0), (("rows", "scheduled"), 0), (("rows",), DELETE)]
+)
+def test_a_poison_record_of_no_step_shows_nothing(make: Any, gate: str, path: tuple[str, ...], value: Any) -> None:
+    """A count of findings in what is no record of a rank is no catch."""
+    document = make.oracle()
+    place = next(at for at, entry in enumerate(document["poison"]) if entry["claimed_by"] == gate)
+    document = make.damage(document, ("poison", place, "records", 0, *path), make.delete if value == DELETE else value)
+    verdict = decide(make, gate, candidate=document)
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert (verdict.faults_caught, verdict.faults_seeded) == (0, 1)
+
+
+def test_replay_compares_every_row_of_a_pass_with_fills(make: Any) -> None:
+    """One row compared is not the pass, also where it is the same one under each fill."""
+    fewer = dict.fromkeys(("nan", "large", "other-request"), 1)
+    verdict = decide(make, "replay", candidate=damaged(make, (*RANK, "replay", "rows_compared"), fewer))
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert says(verdict, "1 rows were compared, expected 48, the rows of the pass in all layers")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from synthetic_engine import BLOCK, SyntheticEngine, workload
 
-from pytest_kvqual.worker.taps import Attributes, layer_order
+from pytest_kvqual.worker.attributes import Attributes
+from pytest_kvqual.worker.taps import layer_order
 from pytest_kvqual.worker.wire import WorkerError
 
 FIRST, SECOND = "layers.0.attn", "layers.1.attn"

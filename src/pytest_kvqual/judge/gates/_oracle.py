@@ -25,13 +25,13 @@ The rules of every oracle gate; rules 4 and 5 are the gate's own:
    the total.
 7. In each pass every request of the panel was answered under status 200, and no other. The rows scheduled are those
    that the requests need: each prompt token and each generated token that was fed again, less those found in the prefix
-   cache, and once more those computed again after a preemption. The pass ``rotated`` was sent in another order than the
-   panel's.
+   cache, and once more those computed again after a preemption. The pass ``rotated`` was sent in the panel's order,
+   rotated by ``oracle.rotation`` requests, and that is another order.
 8. Each condition of ``oracle.conditions`` was met, summed over passes and ranks.
 9. Every waiver of this arm and gate was needed.
 10. Null: the control's document keeps rules 1 to 9 as its own arm.
-11. Poison: the oracle has findings, of a kind that is not waived, under each fault that the gate claims. Every fault of
-    ``faults`` was run.
+11. Poison: the oracle has findings, of a kind that is not waived, under each fault that the gate claims, in a record
+    per rank of at least one step and one row. Every fault of ``faults`` was run.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _pass(state: _Healthy, study: Study, panel: Panel, one: Table, section: Sect
     result = state.objections
     needed: int | None = None
     with result.reading(7):
-        needed = _wave(result, one, panel, where, rotated=name == ROTATED)
+        needed = _wave(result, one, panel, where, rotation=study.oracle.rotation if name == ROTATED else None)
     records = _records(one, "records")
     expected = study.engine.tensor_parallel_size
     if len(records) != expected:
@@ -280,7 +280,7 @@ def _row_map(result: Objections, rank: Table, where: str, expected: int | None) 
     objected(result, 2, rows, f"{where}: row map")
 
 
-def _wave(result: Objections, one: Table, panel: Panel, origin: str, *, rotated: bool) -> int | None:
+def _wave(result: Objections, one: Table, panel: Panel, origin: str, *, rotation: int | None) -> int | None:
     """How many rows the pass needs: each prompt token once, and each generated token that was fed again."""
     asked = {item.id: item for item in panel.items}
     seen: list[str] = []
@@ -304,8 +304,12 @@ def _wave(result: Objections, one: Table, panel: Panel, origin: str, *, rotated:
     missing = [name for name in asked if name not in seen]
     if missing and whole:
         result.gap(7, f"{origin}: {len(missing)} of {len(asked)} requests have no answer, first '{missing[0]}'")
-    if rotated and seen == list(asked):
-        result.gap(7, f"{origin}: the requests were sent in the panel's order, expected another")
+    if rotation is not None:
+        order = list(asked)
+        if seen == order:
+            result.gap(7, f"{origin}: the requests were sent in the panel's order, expected another")
+        elif whole and not missing and seen != [*order[rotation:], *order[:rotation]]:
+            result.gap(7, f"{origin}: the requests were sent in another order than the panel's rotated by {rotation}")
     return rows if whole else None
 
 
@@ -381,6 +385,11 @@ def _poisoned(gate: str, study: Study, fault: str, entry: Table, origin: str, wa
         for place, record in enumerate(records):
             where = f"{origin} '{fault}', records[{place}]"
             rank = Table(record, origin=where, error=EvidenceError, known=None)
+            if rank.integer("rank", minimum=0) != place:
+                rank.fail("rank", str(rank.integer("rank")), str(place))
+            # A record of no step shows nothing of the fault.
+            rank.integer("steps", minimum=1)
+            rank.table("rows", known=None).integer("scheduled", minimum=1)
             scratch = Objections()
             # A kind that the healthy arm shows too is no sign of the fault.
             total += objected(scratch, 0, rank.table(gate, known=None), where, dict.fromkeys(waived, 0))

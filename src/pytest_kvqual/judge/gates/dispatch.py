@@ -13,7 +13,7 @@ The rules:
    comes twice, and each moment of ``after`` is there.
 2. Each reading has one record per rank, of as many ranks as ``engine.tensor_parallel_size``, in order, and in each
    every layer of the model.
-3. Each layer runs the declared attention backend, through an implementation that has a name.
+3. Each layer runs the declared attention backend, through an implementation that has a name, the same in every layer.
 4. Each layer's cache has the declared dtype, where the study declares one, and a dtype in any case.
 5. In each layer some kernel ran, each pattern of the arm's ``kernels`` matches one that ran, and none of
    ``kernels_absent`` does. The study declares at least one pattern for the arm.

@@ -4,9 +4,8 @@ The evidence is ``oracle.json`` of the arm. Its form and the rules that all orac
 those of :mod:`pytest_kvqual.judge.gates._oracle`. This gate's own:
 
 4. Every attention call of at least one pass was repeated with the unwritten cells filled with NaN, with a large finite
-   value and with another request's cells. On every rank of such a pass the rows compared under the three fills are as
-   many as each other, at least 1 and at most the rows of the pass in all layers, and at least one cell was filled. A
-   pass without fills compared none.
+   value and with another request's cells. On every rank of such a pass every row was compared in every layer under
+   each of the three fills, and at least one cell was filled. A pass without fills compared none.
 """
 
 from __future__ import annotations
@@ -69,6 +68,8 @@ def _section(result: Objections, part: Part) -> dict[str, object]:
             result.gap(4, f"{where}: rows_compared is {shown}, expected as many under each fill")
         if most is not None and max(rows.values()) > most:
             compared.fail("", f"{max(rows.values())} rows", f"at most {most}, the rows of the pass in all layers")
+        if fills and most is not None and 0 < least < most:
+            result.gap(4, f"{where}: {least} rows were compared, expected {most}, the rows of the pass in all layers")
         if fills and not (least > 0 and filled > 0):
             result.gap(
                 4, f"{where}: {least} rows were compared with {filled} cells filled, expected at least 1 of each"
