@@ -90,7 +90,8 @@ class Length:
     """One context length with its own panels and pool.
 
     ``cache_bytes`` is the KV pool's size in bytes; ``max_model_len`` in tokens; ``wave_size`` the requests per wave.
-    ``panels`` maps a task's name (``nll``, ``oracle``) to its panel file.
+    ``panels`` maps a task's name (``nll``, ``oracle``, ``retrieval``) to its panel file, ``questions`` the name of each
+    scored task to the number of its questions.
     """
 
     tokens: int
@@ -98,6 +99,7 @@ class Length:
     max_model_len: int
     wave_size: int
     panels: Mapping[str, Path]
+    questions: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +163,45 @@ class NllRules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreservationRules:
+    """A scored task, and how much of what a control answers right a candidate may lose.
+
+    ``limit``: the upper bound of the loss probability at the one-sided ``confidence`` must be below it. ``floor``: the
+    least share of right answers of each control. ``max_tokens`` and ``stop`` go into each request; with ``reasoning``
+    (the markers around a part of the text that is dropped) the parser applies ``stop`` instead, to what is left.
+    ``run_on`` are the markers at which an answer ends because the model asks itself a further question.
+    ``empty_share``, ``truncated_share``, ``error_share``: the largest shares (0 to 1) of answers of these kinds in any
+    one capture. ``poison_questions``: how many questions are asked under a planted fault.
+    """
+
+    limit: float
+    confidence: float
+    floor: float
+    max_tokens: int
+    stop: tuple[str, ...]
+    run_on: tuple[str, ...]
+    reasoning: tuple[str, str] | None
+    empty_share: float
+    truncated_share: float
+    error_share: float
+    poison_questions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gsm8kSource:
+    """Where the GSM8K test set comes from: a local file, or ``file`` of ``repository`` at ``revision`` on the hub.
+
+    ``sha256`` is that of the set as JSON lines; ``shots`` the file with the worked questions before each question.
+    """
+
+    sha256: str
+    repository: str
+    revision: str
+    file: str
+    shots: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatePlan:
     """One gate of the study's order. ``planned`` gates are declared and have no implementation yet."""
 
@@ -171,7 +212,10 @@ class GatePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
-    """One qualification, declared. ``directory`` holds ``study.toml`` and, once frozen, ``lock.json``."""
+    """One qualification, declared. ``directory`` holds ``study.toml`` and, once frozen, ``lock.json``.
+
+    ``preservation`` holds the rules of each scored task, by its gate's name; ``gsm8k_source`` is None without that gate.
+    """
 
     name: str
     directory: Path
@@ -186,6 +230,8 @@ class Study:
     oracle: OracleRules
     parity: ParityRules
     nll: NllRules
+    preservation: Mapping[str, PreservationRules]
+    gsm8k_source: Gsm8kSource | None
     waivers: tuple[Waiver, ...]
 
     def controls(self) -> tuple[Arm, ...]:

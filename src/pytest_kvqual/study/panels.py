@@ -38,13 +38,16 @@ class PanelItem:
     """One request.
 
     ``prompt`` and ``targets`` are token IDs. ``targets`` is empty where nothing is forced; ``max_tokens`` is the number
-    of tokens to generate, and equals ``len(targets)`` where targets are forced.
+    of tokens to generate, and equals ``len(targets)`` where targets are forced. Of a scored panel, ``expected`` is the
+    right answer, and ``grade`` the group of questions that it is reported in (``5 digits``).
     """
 
     id: str
     prompt: tuple[int, ...]
     targets: tuple[int, ...]
     max_tokens: int
+    expected: str = ""
+    grade: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

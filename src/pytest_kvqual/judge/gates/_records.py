@@ -28,6 +28,14 @@ class Item(Protocol):
     def max_tokens(self) -> int:
         """The number of tokens to generate."""
 
+    @property
+    def expected(self) -> str:
+        """The right answer; empty where nothing is scored."""
+
+    @property
+    def grade(self) -> str:
+        """The group of questions that it is reported in; empty where nothing is scored."""
+
 
 class Panel(Protocol):
     """What a judge needs of a panel: its items, in the frozen order."""
