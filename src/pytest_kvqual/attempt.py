@@ -33,7 +33,8 @@ ORACLE = "oracle.json"
 ORDERS, ORDER_INPUTS = "determinism.jsonl", "determinism-inputs.json"
 ORDER_COMPARISON = "order-comparison.json"
 PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
-NLL, NLL_AGAIN = "nll.jsonl", "nll-again.jsonl"
+NLL = "nll.jsonl"
+GSM8K_PANEL = "gsm8k-panel.json"
 SERVER_LOG, REFERENCE_LOG, REFERENCE_CONFIG = "server.log", "reference.log", "reference-config.json"
 
 ORDER_POISON_PROMPTS: Final = 8
@@ -47,6 +48,17 @@ def poisoned(name: str, fault: str) -> str:
     """The file of a capture under a planted fault: ``nll.jsonl`` -> ``nll-poison-FAULT.jsonl``."""
     stem, dot, suffix = name.partition(".")
     return f"{stem}-poison-{fault}{dot}{suffix}"
+
+
+def scored(task: str) -> str:
+    """The file of a scored task's answers."""
+    return f"{task}.jsonl"
+
+
+def again(name: str) -> str:
+    """The file of a capture that is made a second time for the null: ``nll.jsonl`` -> ``nll-again.jsonl``."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}-again{dot}{suffix}"
 
 
 def _stem(name: str) -> str:
@@ -67,19 +79,18 @@ def python_of(arm: Arm) -> Path:
 
 
 def load_task_panel(selection: Selection, task: str) -> Panel:
-    """The panel of a task at the selection's length; parity has one for all lengths.
+    """The panel of a task: that of the selection's length where the task has one for each.
 
     Raises:
         StudyError: The panel is missing, malformed or another's.
     """
-    from pytest_kvqual.study.panels import load_panel
+    from pytest_kvqual.study.panels import has_length, load_panel
 
     model, length = selection.study.model, selection.length
-    by_length = task != "parity"
     return load_panel(
-        length.panels[task] if by_length else selection.study.parity.panel,
+        selection.study.parity.panel if task == "parity" else length.panels[task],
         task=task,
-        length=length.tokens if by_length else None,
+        length=length.tokens if has_length(task) else None,
         vocabulary=model.vocabulary,
         tokenizer=model.files.get("tokenizer.json"),
     )
@@ -582,6 +593,43 @@ class Attempt:
             )
         if fault is None:
             self._dispatched_again(_stem(name))
+
+    def scored(
+        self, panel: Panel, name: str, *, fault: str | None = None, questions: int | None = None
+    ) -> None:
+        """The answers to a scored panel, or to its first ``questions`` under a fault.
+
+        Raises:
+            CaptureError: Every request failed.
+            ServerError: The server ended.
+        """
+        from pytest_kvqual.capture.quality import capture_scored
+
+        study = self._selection.study
+        rules = study.preservation[panel.task]
+        what = panel.task if fault is None else f"{panel.task}, seeded fault,"
+        with self._planted(fault), self._bundle.stream(name) as writer:
+            capture_scored(
+                self._live(),
+                panel,
+                writer,
+                model=study.model.name,
+                # A stop inside a part that is dropped would end the answer before it began: the parser applies it.
+                stop=rules.stop if rules.reasoning is None else (),
+                schedule=study.schedule,
+                wave_size=self._selection.length.wave_size,
+                timeout_s=study.engine.request_timeout_s,
+                questions=questions,
+                progress=self._steps(what),
+            )
+        self._live().check()
+        if fault is None:
+            self._dispatched_again(_stem(name))
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Seal a file that was not captured but decides what is: a panel that no study holds."""
+        (self.path / name).write_bytes(data)
+        self._bundle.seal(name)
 
     def reference(self) -> None:
         """The parity panel in process, in both orders, with the arm's own engine arguments. The server must be gone.

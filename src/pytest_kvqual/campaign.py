@@ -5,7 +5,7 @@ It only wires: no threshold and no judgement is here. In order:
 1. ``prepare``: the run directory is claimed, and lock, model and disk space are checked before anything boots.
 2. The first gate captures the controls whole, one server after the other, then boots the arm under qualification.
 3. Each gate captures what it needs from that server, which stays up. Parity needs it stopped, because one engine runs
-   at a time: it takes the losses of nll first, then runs the same arm in process.
+   at a time: it takes what the gates below it need first, then runs the same arm in process.
 4. A capture that was completed earlier, in this run directory and in exactly this scope, is used instead of a new one.
    A new attempt captures from identity on: evidence of one attempt comes from one server.
 """
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Final, cast
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.attempt import (
     DISPATCH,
+    GSM8K_PANEL,
     IDENTITY,
     IDENTITY_POISON,
     NLL,
-    NLL_AGAIN,
     ORACLE,
     ORDER_COMPARISON,
     ORDER_INPUTS,
@@ -36,15 +36,17 @@ from pytest_kvqual.attempt import (
     REFERENCE,
     Activity,
     Attempt,
+    again,
     load_task_panel,
     pass_panels,
     poisoned,
     python_of,
+    scored,
 )
 from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, ServerError, StudyError
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
-from pytest_kvqual.study.load import ORACLE_GATES
+from pytest_kvqual.study.load import ORACLE_GATES, SCORED_TASKS
 
 if TYPE_CHECKING:
     from pytest_kvqual.evidence.reader import Reader
@@ -54,6 +56,10 @@ if TYPE_CHECKING:
     from pytest_kvqual.receipt.statement import Receipt
     from pytest_kvqual.receipt.write import Receipts
     from pytest_kvqual.study.model import Arm, Selection, Study
+    from pytest_kvqual.study.panels import Panel
+
+QUALITY_GATES: Final = ("nll", *SCORED_TASKS)
+"""The gates that compare an arm's answers with every control's."""
 
 FREE_BYTES: Final = 256 << 20
 """Space that must be free in the run directory before a server boots: evidence and logs of one run, with a margin."""
@@ -75,7 +81,7 @@ def open_campaign(options: Options, progress: Progress) -> Campaign:
     length = options.length if options.length is not None else next(iter(study.lengths))
     selection = select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
     run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / study.name
-    return Campaign(selection, run_dir=run_dir, prefix=options.prefix, progress=progress)
+    return Campaign(selection, run_dir=run_dir, prefix=options.prefix, progress=progress, gsm8k=options.gsm8k)
 
 
 def _only_candidate(study: Study) -> str:
@@ -98,6 +104,7 @@ class Campaign:
         prefix: Prefix of the folders of evidence and receipts.
         progress: Takes one line about a long step.
         label: The arm's name in scopes; default its own.
+        gsm8k: The file of the GSM8K test set; None for the hub's.
     """
 
     def __init__(
@@ -108,12 +115,15 @@ class Campaign:
         prefix: str = "",
         progress: Progress,
         label: str | None = None,
+        gsm8k: Path | None = None,
     ) -> None:
         self.selection: Selection = selection
         self.study: Study = selection.study
         self.arm: str = label or selection.arm.name
         self.run_dir = run_dir
         self._prefix = prefix
+        self._gsm8k_file = gsm8k
+        self._gsm8k_panel = b""
         self._progress = progress
         self._gates: tuple[str, ...] = ()
         self._scopes: dict[str, Scope] = {}
@@ -144,7 +154,7 @@ class Campaign:
         """
         from pytest_kvqual import models
         from pytest_kvqual._canonical import digest
-        from pytest_kvqual.study.freeze import verify_lock
+        from pytest_kvqual.study.freeze import keep, verify_lock
 
         self._activity.begun_ns = monotonic_ns()
         self._gates = tuple(gates)
@@ -154,8 +164,40 @@ class Campaign:
         self._implementation = digest(dict(lock.implementation))
         self._model = models.model_folder(self.study.model)
         models.verify_model(self._model, self.study.model.files)
+        if "gsm8k" in gates:
+            self._gsm8k_panel = self._built_gsm8k()
         self._claim(self.run_dir)
+        keep(self.study, lock, self.run_dir)
         return self._stale()
+
+    def _built_gsm8k(self) -> bytes:
+        """The panel of the GSM8K test set, which no study holds, checked like one that a study does."""
+        from pytest_kvqual.gsm8k import build_panel
+        from pytest_kvqual.study.panels import check_fit
+
+        source, length = self.study.gsm8k_source, self.selection.length
+        if source is None:
+            raise StudyError(f"{self.study.directory}: found no [gsm8k] source, expected one: the gate is required")
+        rules = self.study.preservation["gsm8k"]
+        data = build_panel(source, rules, self._model / "tokenizer.json", self._gsm8k_file)
+        check_fit(GSM8K_PANEL, self._parsed(data), length.max_model_len, length.tokens)
+        return data
+
+    def _parsed(self, data: bytes) -> Panel:
+        from pytest_kvqual.study.panels import parse_panel
+
+        model = self.study.model
+        return parse_panel(
+            data,
+            origin=GSM8K_PANEL,
+            task="gsm8k",
+            length=None,
+            vocabulary=model.vocabulary,
+            tokenizer=model.files.get("tokenizer.json"),
+        )
+
+    def _panel(self, task: str) -> Panel:
+        return self._parsed(self._gsm8k_panel) if task == "gsm8k" else load_task_panel(self.selection, task)
 
     def _fits(self) -> None:
         """A CPU engine's pool is host memory; without this the kernel ends the engine halfway."""
@@ -226,6 +268,14 @@ class Campaign:
             verdict = Verdict(gate=gate, outcome=_outcome(error), figure=error.line(), findings=kept)
         return self._record(verdict, above)
 
+    def verdict(self, gate: str) -> Verdict:
+        """Capture what ``gate`` needs and judge it, whatever stands above it; no receipt: it qualifies nothing.
+
+        Raises:
+            KvqualError: The capture failed, or the evidence cannot be read.
+        """
+        return self._judge(gate)
+
     def _judge(self, gate: str) -> Verdict:
         judges: Mapping[str, Callable[[], Verdict]] = {
             "identity": self._identity,
@@ -234,6 +284,7 @@ class Campaign:
             "determinism": self._determinism,
             "parity": self._parity,
             "nll": self._nll,
+            **{name: partial(self._preserved, name) for name in SCORED_TASKS},
         }
         if gate not in judges:
             raise RefusedError(f"gate {gate}: found no judge for it, expected one: it is planned")
@@ -341,11 +392,39 @@ class Campaign:
             load_task_panel(self.selection, "nll"),
             candidate=self._own().records(NLL),
             controls={arm.name: self._readers[_control_key(arm)].records(NLL) for arm in self._control_arms()},
-            null=(self._null().records(NLL), self._null().records(NLL_AGAIN)),
+            null=(self._null().records(NLL), self._null().records(again(NLL))),
             poison={fault: self._own().records(poisoned(NLL, fault))},
             arm=self.selection.arm.name,
             faults=(fault,),
         )
+
+    def _preserved(self, gate: str) -> Verdict:
+        from pytest_kvqual.judge.gates import preservation
+
+        fault, name = self._reading_fault(), scored(gate)
+        if gate == "gsm8k":
+            self._same_questions()
+        return preservation.judge(
+            self.study,
+            self._panel(gate),
+            gate=gate,
+            questions=self.selection.length.questions[gate],
+            candidate=self._own().records(name),
+            controls={arm.name: self._readers[_control_key(arm)].records(name) for arm in self._control_arms()},
+            null=(self._null().records(name), self._null().records(again(name))),
+            poison={fault: self._own().records(poisoned(name, fault))},
+            arm=self.selection.arm.name,
+            faults=(fault,),
+        )
+
+    def _same_questions(self) -> None:
+        """Refuse captures of other questions than this run's: the panel is built anew in every run."""
+        for reader in (self._own(), *(self._readers[_control_key(arm)] for arm in self._control_arms())):
+            if reader.data(GSM8K_PANEL) != self._gsm8k_panel:
+                raise EvidenceError(
+                    f"{reader.name}/{GSM8K_PANEL}: found other questions than this run's, expected the same",
+                    advice="give the same --gsm8k file, or start over in a new --run-dir",
+                )
 
     # -- which arms, which faults, which files -----------------------------------------------------------------------
 
@@ -353,9 +432,10 @@ class Campaign:
         return self.study.controls()[0]
 
     def _control_arms(self) -> tuple[Arm, ...]:
-        """The controls to capture: the null's always, the others where losses are compared."""
+        """The controls to capture: the null's always, the others where answers are compared."""
         others = tuple(arm for arm in self.study.controls() if arm.name != self.selection.arm.name)
-        return (self._null_arm(), *(arm for arm in others if arm != self._null_arm() and "nll" in self._gates))
+        compared = any(gate in self._gates for gate in QUALITY_GATES)
+        return (self._null_arm(), *(arm for arm in others if arm != self._null_arm() and compared))
 
     def _faults(self, gate: str) -> tuple[str, ...]:
         """The names of the faults that each qualification plants against ``gate`` and that this arm can show."""
@@ -387,20 +467,24 @@ class Campaign:
             ),
             "parity": (PARITY, poisoned(PARITY, fault), REFERENCE),
             "nll": (NLL, poisoned(NLL, fault)),
+            **{task: (*_panel_files(task), scored(task), poisoned(scored(task), fault)) for task in SCORED_TASKS},
         }
         return tuple(dict.fromkeys(name for gate in gates for name in names.get(gate, ())))
 
     def _control_names(self, arm: Arm, gates: Sequence[str]) -> tuple[str, ...]:
         """The files that a control's attempt must hold for these gates."""
         if arm != self._null_arm():
-            return (IDENTITY, NLL) if "nll" in gates else ()
+            others = {"nll": (NLL,), **{task: (*_panel_files(task), scored(task)) for task in SCORED_TASKS}}
+            files = [name for gate in gates for name in others.get(gate, ())]
+            return tuple(dict.fromkeys((IDENTITY, *files))) if files else ()
         names = {
             "identity": (IDENTITY,),
             "dispatch": (DISPATCH,),
             **dict.fromkeys(ORACLE_GATES, (ORACLE,)),
             "determinism": (ORDERS, ORDER_INPUTS, ORDER_COMPARISON),
             "parity": (PARITY, PARITY_REVERSE),
-            "nll": (NLL, NLL_AGAIN),
+            "nll": (NLL, again(NLL)),
+            **{task: (*_panel_files(task), scored(task), again(scored(task))) for task in SCORED_TASKS},
         }
         return tuple(dict.fromkeys((IDENTITY, *(name for gate in gates for name in names.get(gate, ())))))
 
@@ -449,10 +533,15 @@ class Campaign:
             if PARITY in names:
                 attempt.parity(PARITY, "forward")
                 attempt.parity(PARITY_REVERSE, "reverse")
-            if NLL in names:
-                attempt.nll(NLL)
-            if NLL_AGAIN in names:
-                attempt.nll(NLL_AGAIN)
+            for name in (NLL, again(NLL)):
+                if name in names:
+                    attempt.nll(name)
+            if GSM8K_PANEL in names:
+                attempt.keep(GSM8K_PANEL, self._gsm8k_panel)
+            for task in SCORED_TASKS:
+                for name in (scored(task), again(scored(task))):
+                    if name in names:
+                        attempt.scored(self._panel(task), name)
         return Reader.open(attempt.path)
 
     def _begin(self, selection: Selection, scope: Scope) -> Attempt:
@@ -500,8 +589,8 @@ class Campaign:
                 attempt.determinism(self._faults(gate))
             if gate == "parity":
                 self._capture_parity(attempt)
-            if gate == "nll" and not attempt.has(NLL):
-                self._capture_nll(attempt)
+            if gate in QUALITY_GATES:
+                self._capture_quality(attempt, gate)
             if all(attempt.has(name) for name in self._needed(self._gates)):
                 attempt.complete()
         self._readers[self.arm] = Reader.open(attempt.path)
@@ -510,21 +599,32 @@ class Campaign:
         fault = self._reading_fault()
         attempt.parity(PARITY, "forward")
         attempt.parity(poisoned(PARITY, fault), "forward", fault=fault, prompts=PARITY_POISON_PROMPTS)
-        if "nll" in self._gates:
-            try:
-                self._capture_nll(attempt)
-            except KvqualError as error:
-                # It is nll's failure; parity is judged on what parity needs.
-                self._deferred["nll"] = error
-        attempt.stop(gone="nll" in self._deferred)
+        for gate in QUALITY_GATES:
+            if gate in self._gates:
+                try:
+                    self._capture_quality(attempt, gate)
+                except KvqualError as error:
+                    # It is that gate's failure; parity is judged on what parity needs.
+                    self._deferred[gate] = error
+        attempt.stop(gone=bool(self._deferred))
         attempt.reference()
-        if "nll" in self._deferred:
-            attempt.fail(self._deferred["nll"])
+        if self._deferred:
+            attempt.fail(next(iter(self._deferred.values())))
 
-    def _capture_nll(self, attempt: Attempt) -> None:
+    def _capture_quality(self, attempt: Attempt, gate: str) -> None:
         fault = self._reading_fault()
-        attempt.nll(NLL)
-        attempt.nll(poisoned(NLL, fault), fault=fault, documents=self.study.nll.poison_documents)
+        if gate == "nll":
+            if not attempt.has(NLL):
+                attempt.nll(NLL)
+                attempt.nll(poisoned(NLL, fault), fault=fault, documents=self.study.nll.poison_documents)
+            return
+        name, panel = scored(gate), self._panel(gate)
+        if not attempt.has(name):
+            if gate == "gsm8k":
+                attempt.keep(GSM8K_PANEL, self._gsm8k_panel)
+            attempt.scored(panel, name)
+            questions = self.study.preservation[gate].poison_questions
+            attempt.scored(panel, poisoned(name, fault), fault=fault, questions=questions)
 
     # -- receipts ----------------------------------------------------------------------------------------------------
 
@@ -640,6 +740,11 @@ class Campaign:
             missing = [name for name in self._needed(self._gates) if not attempt.has(name)]
             attempt.fail(CaptureError(f"not captured: {', '.join(missing)}"))
         self._claims.close()
+
+
+def _panel_files(task: str) -> tuple[str, ...]:
+    """The files that say what was asked, where no study does."""
+    return (GSM8K_PANEL,) if task == "gsm8k" else ()
 
 
 def _control_key(arm: Arm) -> str:

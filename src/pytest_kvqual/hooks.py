@@ -25,7 +25,8 @@ class Options:
 
     ``arm`` and ``length`` are None when not given: the study's only candidate, the study's first length.
     ``cache_bytes`` in bytes, None for the study's own. ``platform`` is the one that ``-m`` names, and ``timing`` says
-    whether ``-m`` names ``timing`` too. ``run_dir`` is absolute.
+    whether ``-m`` names ``timing`` too. ``run_dir`` is absolute. ``gsm8k`` is the file of the GSM8K
+    test set, absolute, None for the hub's.
     """
 
     study: str
@@ -37,6 +38,7 @@ class Options:
     root: Path
     platform: Literal["cpu", "gpu"]
     timing: bool
+    gsm8k: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

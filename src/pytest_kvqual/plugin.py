@@ -89,6 +89,13 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+def _dataset(text: str) -> Path:
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise pytest.UsageError(f"--gsm8k: found no file {path}, expected the GSM8K test set")
+    return path
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvqual", "qualification of KV-cache changes")
     group.addoption("--study", metavar="NAME|PATH", default=DEFAULT_STUDY, help="the study (default: %(default)s)")
@@ -123,6 +130,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend",
         metavar="MODULE[:FORMAT]",
         help="transfer tests: a module with write and attend (default: both of ours)",
+    )
+    group.addoption(
+        "--gsm8k",
+        metavar="FILE",
+        type=_dataset,
+        help="the GSM8K test set as JSON lines or parquet (default: the study's revision on the Hugging Face hub)",
     )
     group.addoption(
         "--prefix",

@@ -27,6 +27,7 @@ from pytest_kvqual.errors import KvqualError
 from pytest_kvqual.hooks import Options
 from pytest_kvqual.judge.verdict import Outcome
 from pytest_kvqual.report import junit, progress, terminal
+from pytest_kvqual.study.load import GATES
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Decision
@@ -134,6 +135,7 @@ def options_of(config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing
         cache_bytes=config.getoption("cache_bytes"),
         prefix=config.getoption("prefix"),
         run_dir=None if run_dir is None else (config.invocation_params.dir / run_dir).absolute(),
+        gsm8k=config.getoption("gsm8k"),
         root=config.rootpath,
         platform=platform,
         timing=timing,
@@ -244,7 +246,7 @@ class QualificationSession:
             )
         plans = {plan.name: plan for plan in study.gates}
         for name, item in self._collected.items():
-            if name not in plans:
+            if name not in plans and name not in GATES:
                 raise pytest.UsageError(
                     f"{item.nodeid}: found the gate {name!r}, expected one of the study's: {', '.join(plans)}"
                 )
@@ -270,7 +272,12 @@ class QualificationSession:
         if self._campaign is None:
             return
         plans = {plan.name: plan for plan in self.campaign.study.gates}
-        unasked = {item for name, item in self._selected.items() if plans[name].timing and not self._timing}
+        # A gate that the study does not list is another study's (gsm8k where the model cannot do it).
+        unasked = {
+            item
+            for name, item in self._selected.items()
+            if name not in plans or (plans[name].timing and not self._timing)
+        }
         if unasked:
             self._config.hook.pytest_deselected(items=list(unasked))
             self._selected = {name: item for name, item in self._selected.items() if item not in unasked}

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+Encode = Callable[[str], list[int]]
 
 # Name, licence and SHA-256 of each source. CPython's is the digest of the topics module of 3.11.7.
 SOURCES = {
@@ -41,6 +42,27 @@ SOURCES = {
     ),
     "own": ("questions of build.py (Apache-2.0)", ""),
 }
+
+# Retrieval: one sentence with a number of so many digits, at such a share of the text; the rest is the King James text.
+RETRIEVAL_PROMPT = {1024: 896, 8192: 7936}  # tokens of a prompt
+RETRIEVAL_GRADES = {
+    1024: tuple((digits, depth) for digits in (3, 4, 5, 6) for depth in (0.1, 0.3, 0.5, 0.7, 0.9) for _ in range(6)),
+    8192: (),
+}
+RETRIEVAL_TOKENS = 12
+
+# Recall: a list of so many names with a number of so many digits each, and a question about one of them.
+RECALL_GRADES = tuple((pairs, digits) for pairs in (6, 12, 18) for digits in (3, 4, 5) for _ in range(16))
+RECALL_TOKENS = 12
+NAMES = (
+    "amber", "anchor", "basin", "beacon", "bridge", "candle", "canyon", "castle", "cedar", "cellar", "cliff", "copper",
+    "coral", "crown", "desert", "drum", "eagle", "ember", "engine", "falcon", "feather", "forest", "fountain", "garden",
+    "garnet", "glacier", "granite", "hammer", "harbor", "hazel", "island", "ivory", "jacket", "jungle", "kettle",
+    "ladder", "lantern", "lemon", "lily", "lion", "magnet", "maple", "marble", "meadow", "mirror", "needle", "ocean",
+    "olive", "orchard", "otter", "palace", "pearl", "pepper", "pillar", "planet", "quartz", "rabbit", "river", "saddle",
+    "sailor", "silver", "spider", "stone", "summit", "temple", "thunder", "tiger", "timber", "tunnel", "valley",
+    "velvet", "violet", "wagon", "walnut", "willow", "window", "winter", "wolf", "yarrow", "zebra",
+)  # fmt: skip
 
 RUN = 64  # tokens: two windows that share a run this long overlap
 DECODE = 128  # cached decode steps of a document
@@ -154,7 +176,7 @@ def write(path: Path, head: dict[str, object], key: str, rows: Sequence[object])
     print(f"{sha256(path.read_bytes())}  {path.relative_to(HERE)}")
 
 
-def build_panels(model: Path, streams: dict[str, Stream], encode: Callable[[str], list[int]]) -> None:
+def build_panels(model: Path, streams: dict[str, Stream], encode: Encode) -> None:
     """Write every panel. The order of the calls is the order in which windows are taken."""
     tokenizer = sha256((model / "tokenizer.json").read_bytes())
 
@@ -196,6 +218,51 @@ def build_panels(model: Path, streams: dict[str, Stream], encode: Callable[[str]
         prompts.append(streams["kjv" if i % 2 else "cpython"].take(tokens))
     parity = [{"id": f"p{i:02d}", "prompt": ids, "max_tokens": PARITY_TOKENS} for i, ids in enumerate(prompts)]
     write(HERE / "panels/parity.json", head("parity", None, "cpython", "kjv", "own"), "items", parity)
+
+    for length, grades in RETRIEVAL_GRADES.items():
+        rows = [
+            retrieval_item(i, RETRIEVAL_PROMPT[length], digits, depth, streams["kjv"], encode)
+            for i, (digits, depth) in enumerate(grades)
+        ]
+        write(HERE / f"panels/retrieval-{length}.json", head("retrieval", length, "kjv", "own"), "items", rows)
+    rows = [recall_item(i, pairs, digits, encode) for i, (pairs, digits) in enumerate(RECALL_GRADES)]
+    write(HERE / "panels/recall.json", head("recall", None, "own"), "items", rows)
+
+
+def drawn(count: int, *labels: object) -> int:
+    """A number in ``range(count)`` that the labels decide, the same with every version of Python."""
+    return int(sha256(repr(labels).encode()), 16) % count
+
+
+def number(digits: int, *labels: object) -> str:
+    """A number of so many digits without a leading zero."""
+    return str(10 ** (digits - 1) + drawn(9 * 10 ** (digits - 1), *labels))
+
+
+def retrieval_item(index: int, size: int, digits: int, depth: float, stream: Stream, encode: Encode) -> dict[str, object]:
+    """A prompt of ``size`` tokens that holds one sentence with a number, and asks for it."""
+    name = NAMES[drawn(len(NAMES), "retrieval", size, index)]
+    key = number(digits, "retrieval key", size, index)
+    head = encode(f"One sentence in the text below gives the pass key of the {name}. Find it.\n\n")
+    needle = encode(f"\n\nThe pass key of the {name} is {key}.\n\n")
+    tail = encode(f"\n\nThe pass key of the {name} is")
+    filler = stream.take(size - len(head) - len(needle) - len(tail))
+    at = round(depth * len(filler))
+    prompt = [*head, *filler[:at], *needle, *filler[at:], *tail]
+    grade = f"{digits} digits at {depth:g}"
+    return {"id": f"k{index:03d}", "prompt": prompt, "max_tokens": RETRIEVAL_TOKENS, "expected": key, "grade": grade}
+
+
+def recall_item(index: int, pairs: int, digits: int, encode: Encode) -> dict[str, object]:
+    """A list of names with a number each, and a question about one of them."""
+    names = sorted(NAMES, key=lambda name: sha256(f"recall {index} {name}".encode()))[:pairs]
+    numbers = {name: number(digits, "recall", index, name) for name in names}
+    asked = names[drawn(pairs, "recall asked", index)]
+    lines = "".join(f"{name}: {value}\n" for name, value in numbers.items())
+    prompt = encode(f"Numbers:\n{lines}\nThe number of {asked} is")
+    grade = f"{digits} digits of {pairs}"
+    expected = numbers[asked]
+    return {"id": f"n{index:03d}", "prompt": prompt, "max_tokens": RECALL_TOKENS, "expected": expected, "grade": grade}
 
 
 def round_up(value: float, bits: int) -> float:

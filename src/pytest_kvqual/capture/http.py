@@ -78,6 +78,7 @@ def completion(
     prompt: Sequence[int],
     max_tokens: int,
     targets: Sequence[int] = (),
+    stop: Sequence[str] = (),
 ) -> Request:
     """A greedy completion of ``prompt`` (token ids).
 
@@ -90,6 +91,7 @@ def completion(
         max_tokens: The output limit in tokens.
         targets: Token ids to force, one per output token; the answer then holds the raw log-probability of each. Empty
             for free generation.
+        stop: Texts at which the answer ends; the answer does not hold the one that ended it.
     """
     body: dict[str, object] = {
         "model": model,
@@ -100,6 +102,8 @@ def completion(
         "stream": False,
         "return_token_ids": True,
     }
+    if stop:
+        body["stop"] = list(stop)
     if targets:
         # logprobs=0: no alternatives, only the chosen token's. The engine reports it from the distribution before any
         # logits processor (logprobs_mode=raw_logprobs), so forcing a token does not change its figure.

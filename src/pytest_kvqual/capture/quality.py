@@ -1,4 +1,4 @@
-"""Capture parity and NLL answers of one arm, raw. What they mean is judged elsewhere, later.
+"""Capture parity, NLL and scored answers of one arm, raw. What they mean is judged elsewhere, later.
 
 Every request gives one record, failed ones included::
 
@@ -122,6 +122,57 @@ def capture_nll(
     return _run(server, requests, writer, "forward", schedule, wave_size, timeout_s, progress, "nll")
 
 
+def capture_scored(
+    server: Target,
+    panel: Panel,
+    writer: Writer,
+    *,
+    model: str,
+    stop: Sequence[str] = (),
+    schedule: Schedule = "waves",
+    wave_size: int,
+    timeout_s: float,
+    questions: int | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Ask each question of a scored panel, and let the model finish; returns the number of records.
+
+    A request that failed is a record like any other: its answer is of the kind ERROR, which the study bounds.
+
+    Args:
+        server: The arm's server.
+        panel: Questions with an output limit each.
+        writer: Receives one record per question: in the panel's order, or in that of the answers for ``natural``.
+        model: The served model's name.
+        stop: Texts at which an answer ends.
+        schedule: How the requests reach the engine.
+        wave_size: Requests per wave, or in flight for ``natural``.
+        timeout_s: Bound of one request in seconds.
+        questions: Only the first so many questions; None for all.
+        progress: Called with (done, total).
+
+    Raises:
+        CaptureError: Every request failed; all records are written first.
+    """
+    items = list(enumerate(panel.items))[:questions]
+    requests = [request(model, panel.task, index, item, item.max_tokens, (), stop) for index, item in items]
+    done, failed = 0, list[http.Response]()
+
+    def keep(response: http.Response) -> None:
+        nonlocal done
+        writer.append(record(response, "forward"))
+        done += 1
+        if response.error is not None:
+            failed.append(response)
+        if progress is not None:
+            progress(done, len(requests))
+
+    send_all(server, requests, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
+    if len(failed) == len(requests):
+        raise _failed(panel.task, failed, len(requests), server)
+    return done
+
+
 @contextmanager
 def bracket(server: Target, start: str, finish: str, *args: object, timeout_s: float) -> Iterator[list[object]]:
     """Call the worker method ``start`` with ``args`` before the block, and ``finish`` after it, whatever happens in it.
@@ -199,7 +250,13 @@ def record(response: http.Response, order: Order) -> dict[str, object]:
 
 
 def request(
-    model: str, task: str, index: int, item: PanelItem, max_tokens: int, targets: Sequence[int]
+    model: str,
+    task: str,
+    index: int,
+    item: PanelItem,
+    max_tokens: int,
+    targets: Sequence[int],
+    stop: Sequence[str] = (),
 ) -> http.Request:
     """The request of one panel item; its request id is used once in the life of a server."""
     return http.completion(
@@ -210,6 +267,17 @@ def request(
         prompt=item.prompt,
         max_tokens=max_tokens,
         targets=targets,
+        stop=stop,
+    )
+
+
+def _failed(what: str, failures: Sequence[http.Response], total: int, server: Target) -> CaptureError:
+    first = failures[0]
+    shown = f"; body: {' '.join(first.body.split())[:300]}" if first.body else ""
+    return CaptureError(
+        f"{what}: found {len(failures)} of {total} requests failed, expected none; "
+        f"first {first.id!r}: {first.error}{shown}",
+        advice=f"see {server.log}",
     )
 
 
@@ -238,11 +306,5 @@ def _run(
 
     send_all(server, requests, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
     if failures:
-        first = failures[0]
-        shown = f"; body: {' '.join(first.body.split())[:300]}" if first.body else ""
-        raise CaptureError(
-            f"{what}: found {len(failures)} of {len(requests)} requests failed, expected none; "
-            f"first {first.id!r}: {first.error}{shown}",
-            advice=f"see {server.log}",
-        )
+        raise _failed(what, failures, len(requests), server)
     return done

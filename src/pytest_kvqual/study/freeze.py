@@ -10,6 +10,7 @@ History of ``lock.json``:
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from typing import Final
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual._decode import Table, parse_json
-from pytest_kvqual.errors import LockError
+from pytest_kvqual.errors import EvidenceError, LockError
 from pytest_kvqual.study.load import STUDY_FILE, load_study, studies_folder
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import check_files
 
-__all__ = ["LOCK_FILE", "Lock", "freeze", "freeze_command", "lock_path", "verify_lock"]
+__all__ = ["LOCK_FILE", "Lock", "freeze", "freeze_command", "keep", "lock_path", "verify_lock"]
 
 SCHEMA: Final = 1
 LOCK_FILE: Final = "lock.json"
@@ -125,6 +126,31 @@ def verify_lock(study: Study) -> Lock:
     )
 
 
+def keep(study: Study, lock: Lock, run_dir: Path) -> Path:
+    """Copy the lock and the study files that it names to ``RUN_DIR/study/SHA-256 OF THE LOCK``; returns that folder.
+
+    So a run directory holds all that its verdicts can be derived from again. A copy that is there already is left as it
+    is; a reader holds it against the lock.
+
+    Raises:
+        EvidenceError: The copy cannot be written.
+    """
+    folder = run_dir / "study" / lock.sha256
+    try:
+        for name, source in ((LOCK_FILE, lock.path), *_study_files(study).items()):
+            target = folder / name
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                scratch = target.with_name(f".{target.name}.tmp")
+                shutil.copyfile(source, scratch)
+                scratch.replace(target)
+    except OSError as error:
+        raise EvidenceError(
+            f"cannot write {folder}: {error.strerror or error}", advice="give a --run-dir that you may write to"
+        ) from error
+    return folder
+
+
 def freeze_command(name_or_path: str, *, check: bool) -> str:
     """What ``kvqual freeze NAME`` does, or with ``check`` what ``kvqual freeze --check NAME`` does; returns its line.
 
@@ -166,6 +192,7 @@ def _study_files(study: Study) -> dict[str, Path]:
     named = [study.directory / STUDY_FILE, study.parity.panel]
     named += [path for length in study.lengths.values() for path in length.panels.values()]
     named += [arm.scales for arm in study.arms.values() if arm.scales is not None]
+    named += [study.gsm8k_source.shots] if study.gsm8k_source is not None else []
     files = {path.relative_to(study.directory).as_posix(): path for path in named}
     for arm in study.arms.values():
         for index, folder in enumerate(arm.pythonpath):

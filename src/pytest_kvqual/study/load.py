@@ -1,7 +1,8 @@
 """Read a study's declaration: TOML in, frozen records out. Nothing is filled in that a study must say itself.
 
 History of the format:
-    1: arms, lengths, panels, and the rules of identity, the oracle gates, dispatch, determinism, parity and nll.
+    1: arms, lengths, panels, and the rules of identity, the oracle gates, dispatch, determinism, parity, nll and the
+       scored tasks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from pytest_kvqual.study.model import (
     Engine,
     GatePlan,
     GateState,
+    Gsm8kSource,
     Length,
     Model,
     NllRules,
     OracleRules,
     ParityRules,
+    PreservationRules,
     Role,
     Schedule,
     Selection,
@@ -38,6 +41,7 @@ __all__ = [
     "GATES",
     "ORACLE_GATES",
     "PASSES",
+    "SCORED_TASKS",
     "TIMING_GATES",
     "Selection",
     "find_study",
@@ -66,7 +70,9 @@ CONDITIONS: Final = (
 )  # fmt: skip
 #: The gates that time; each must say ``timing = true``.
 TIMING_GATES: Final = ("trial", "superiority")
-#: A study that times lists one of these, or both: one preservation task that its model can do.
+#: The gates whose questions have a right answer each, under the preservation rule.
+SCORED_TASKS: Final = ("retrieval", "gsm8k", "recall")
+#: A study that times lists one of these, or both: one question-answering task that its model can do.
 PRESERVATION_TASKS: Final = ("gsm8k", "recall")
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -77,7 +83,7 @@ _DTYPE = r"torch\.[a-z][a-z0-9_]*"
 _KIND = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
 _TOP = (
     "schema", "name", "platform", "schedule", "determinism", "model", "engine", "arms", "lengths", "oracle", "parity",
-    "nll", "gates", "waivers",
+    "nll", *SCORED_TASKS, "gates", "waivers",
 )  # fmt: skip
 _MODEL = ("name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files")
 _ENGINE = (
@@ -88,9 +94,15 @@ _ARM = (
     "role", "attention_backend", "kv_format", "interpreter", "pythonpath", "flags", "environment", "before_load",
     "after_init", "scales", "kernels", "kernels_absent", "cache_dtype",
 )  # fmt: skip
-_LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels")
-_PANELS = ("nll", "oracle")
-_NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), "nll": "nll"}
+_LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels", "questions")
+_PANELS = ("nll", "oracle", "retrieval", "recall")
+#: gsm8k has none: its panel is built from the data set when it is asked for.
+_NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), **{name: name for name in ("nll", "retrieval", "recall")}}
+_PRESERVATION = (
+    "limit", "confidence", "floor", "max_tokens", "stop", "run_on", "reasoning", "empty_share", "truncated_share",
+    "error_share", "poison_questions",
+)  # fmt: skip
+_SOURCE = ("sha256", "repository", "revision", "file")
 _ORACLE = (
     "passes", "conditions", "minimum_cells", "minimum_rows", "ambiguous_rows", "short_prompt_tokens",
     "poison_prompt_tokens", "free_blocks", "rotation",
@@ -240,6 +252,7 @@ def _study(top: Table, directory: Path) -> Study:
     nll_table = top.table("nll", known=("documents", "decode_steps", "margin_nats", "confidence", "poison_documents"))
     nll = _nll(nll_table)
     lengths = _lengths(top, directory, engine, nll, gates)
+    sections = _sections(top, gates)
     determinism = cast(Determinism, top.choice("determinism", ("order-invariant", "rotation-diagnostic")))
     oracle = _oracle(top.table("oracle", known=_ORACLE))
     if determinism == "rotation-diagnostic" and ROTATED not in oracle.passes:
@@ -259,6 +272,8 @@ def _study(top: Table, directory: Path) -> Study:
         oracle=oracle,
         parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
         nll=nll,
+        preservation={name: _preservation(table, name, lengths) for name, table in sections.items()},
+        gsm8k_source=_gsm8k_source(sections["gsm8k"], directory) if "gsm8k" in sections else None,
         waivers=_waivers(top, arms),
     )
 
@@ -405,6 +420,8 @@ def _lengths(
         panels_table = table.table("panels", known=_PANELS)
         for task in sorted(needed):
             panels_table.string(task)
+        scored = [plan.name for plan in gates if plan.state == "required" and plan.name in SCORED_TASKS]
+        questions = table.table("questions", known=scored) if scored or table.has("questions") else None
         lengths[tokens] = Length(
             tokens=tokens,
             cache_bytes=table.integer("cache_bytes", minimum=1),
@@ -414,8 +431,64 @@ def _lengths(
                 task: _file(panels_table, task, panels_table.string(task), directory, f"the {task} panel")
                 for task in panels_table.names()
             },
+            questions={task: questions.integer(task, minimum=1) for task in scored} if questions is not None else {},
         )
     return lengths
+
+
+def _sections(top: Table, gates: tuple[GatePlan, ...]) -> dict[str, Table]:
+    """The section of each scored task that is required; one of a gate that is not decides nothing, and is refused."""
+    required = [plan.name for plan in gates if plan.state == "required" and plan.name in SCORED_TASKS]
+    for name in SCORED_TASKS:
+        if top.has(name) and name not in required:
+            top.fail(name, "rules of a gate that is not required", "none", advice=f"list [gates.{name}] as required")
+    known = {name: (*_PRESERVATION, "source", "shots") if name == "gsm8k" else _PRESERVATION for name in required}
+    return {name: top.table(name, known=known[name]) for name in required}
+
+
+def _preservation(table: Table, name: str, lengths: dict[int, Length]) -> PreservationRules:
+    limit = table.number("limit")
+    if not 0 < limit < 1:
+        table.fail("limit", f"{limit}", "a loss probability between 0 and 1")
+    confidence = table.number("confidence")
+    if not 0.5 < confidence < 1:
+        table.fail("confidence", f"{confidence}", "a one-sided confidence between 0.5 and 1")
+    fewest = min(length.questions[name] for length in lengths.values())
+    reasoning = table.strings("reasoning")
+    if len(reasoning) not in (0, 2) or "" in reasoning:
+        table.fail("reasoning", f"{len(reasoning)} markers", "none, or the one that begins it and the one that ends it")
+    return PreservationRules(
+        limit=limit,
+        confidence=confidence,
+        floor=table.number("floor", minimum=0.0, maximum=1.0),
+        max_tokens=table.integer("max_tokens", minimum=1),
+        stop=_markers(table, "stop"),
+        run_on=_markers(table, "run_on"),
+        reasoning=(reasoning[0], reasoning[1]) if reasoning else None,
+        empty_share=table.number("empty_share", minimum=0.0, maximum=1.0),
+        truncated_share=table.number("truncated_share", minimum=0.0, maximum=1.0),
+        error_share=table.number("error_share", minimum=0.0, maximum=1.0),
+        poison_questions=table.integer("poison_questions", minimum=1, maximum=fewest),
+    )
+
+
+def _markers(table: Table, key: str) -> tuple[str, ...]:
+    markers = table.strings(key)
+    for index, marker in enumerate(markers):
+        if not marker:
+            table.fail(f"{key}[{index}]", "an empty text", "the text at which an answer ends")
+    return markers
+
+
+def _gsm8k_source(table: Table, directory: Path) -> Gsm8kSource:
+    source = table.table("source", known=_SOURCE)
+    return Gsm8kSource(
+        sha256=source.sha256("sha256"),
+        repository=source.string("repository"),
+        revision=source.string("revision", pattern=r"[0-9a-f]{40}", form="a commit of 40 hexadecimal digits"),
+        file=source.string("file"),
+        shots=_file(table, "shots", table.string("shots"), directory, "the worked questions"),
+    )
 
 
 def _gates(top: Table) -> tuple[GatePlan, ...]:

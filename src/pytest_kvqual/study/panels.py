@@ -3,10 +3,11 @@
 An ``nll`` item is one document of ``length + steps`` tokens: the prompt is its first ``length - 1`` tokens, the targets
 are the ``steps + 1`` that follow. ``targets[0]`` comes out of prefill (step zero) and is excluded from the loss;
 ``targets[1:]`` are the cached decode steps. Items of ``oracle`` and ``parity`` panels are prompts with a number of
-tokens to generate.
+tokens to generate; those of the scored tasks (``retrieval``, ``gsm8k``, ``recall``) also have the answer that is right,
+and the group in which they are reported.
 
 History of both formats:
-    1: panels of nll, oracle and parity; one V scale per layer.
+    1: panels of nll, oracle, parity and the scored tasks; one V scale per layer.
 """
 
 from __future__ import annotations
@@ -20,12 +21,26 @@ from typing import Final
 from pytest_kvqual._canonical import sha256_bytes
 from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import StudyError
+from pytest_kvqual.study.load import SCORED_TASKS
 from pytest_kvqual.study.model import Selection, Study
 
-__all__ = ["TASKS", "Panel", "PanelItem", "check_files", "load_panel", "load_scales", "selected_scales"]
+__all__ = [
+    "TASKS",
+    "Panel",
+    "PanelItem",
+    "check_files",
+    "check_fit",
+    "has_length",
+    "load_panel",
+    "load_scales",
+    "parse_panel",
+    "selected_scales",
+]
 
 SCHEMA: Final = 1
-TASKS: Final = ("nll", "oracle", "parity")
+TASKS: Final = ("nll", "oracle", "parity", *SCORED_TASKS)
+#: The tasks with a panel for each length; the others have the same questions at every one.
+_BY_LENGTH: Final = ("nll", "oracle", "retrieval")
 #: The shortest run of tokens that counts as an overlap: shorter ones occur between unrelated texts.
 OVERLAP_TOKENS: Final = 16
 
@@ -63,6 +78,11 @@ class Panel:
     sha256: str
 
 
+def has_length(task: str) -> bool:
+    """Whether the task has a panel of its own for each context length."""
+    return task in _BY_LENGTH
+
+
 def load_panel(path: Path, *, task: str, length: int | None, vocabulary: int, tokenizer: str | None = None) -> Panel:
     """The panel in a file, checked to be the one that is asked for.
 
@@ -77,10 +97,23 @@ def load_panel(path: Path, *, task: str, length: int | None, vocabulary: int, to
         StudyError: The file is missing or malformed; another task, length or tokenizer; an ID beyond the vocabulary; an
             id given twice; for nll also a prompt or target count of the wrong size, or documents that overlap.
     """
-    data = _read(path, f"the {task} panel")
+    return parse_panel(
+        _read(path, f"the {task} panel"),
+        origin=str(path),
+        task=task,
+        length=length,
+        vocabulary=vocabulary,
+        tokenizer=tokenizer,
+    )
+
+
+def parse_panel(
+    data: bytes, *, origin: str, task: str, length: int | None, vocabulary: int, tokenizer: str | None = None
+) -> Panel:
+    """The panel in the bytes of a file; arguments and errors as for :func:`load_panel`."""
     top = Table(
-        parse_json(data, origin=str(path), error=StudyError),
-        origin=str(path), error=StudyError,
+        parse_json(data, origin=origin, error=StudyError),
+        origin=origin, error=StudyError,
         known=("schema", "task", "length", "tokenizer_sha256", "sources", "items"),
     )  # fmt: skip
     _schema(top)
@@ -98,6 +131,8 @@ def load_panel(path: Path, *, task: str, length: int | None, vocabulary: int, to
     if not isinstance(top.raw("sources"), list):
         top.fail("sources", "no list", "a list of the texts that the panel is made of")
     keys = ("id", "prompt", "targets") if task == "nll" else ("id", "prompt", "max_tokens")
+    if task in SCORED_TASKS:
+        keys = (*keys, "expected", "grade")
     tables = top.tables("items", known=keys)
     if not tables:
         top.fail("items", "no item", "at least one")
@@ -164,10 +199,16 @@ def check_files(study: Study) -> None:
                "parity.max_tokens")  # fmt: skip
     documents: dict[int, Panel] = {}
     for length in study.lengths.values():
-        _check_fit(study.parity.panel, parity, length.max_model_len, length.tokens)
+        check_fit(study.parity.panel, parity, length.max_model_len, length.tokens)
         for task, path in length.panels.items():
-            panel = load_panel(path, task=task, length=length.tokens, vocabulary=vocabulary, tokenizer=tokenizer)
-            _check_fit(path, panel, length.max_model_len, length.tokens)
+            own = length.tokens if has_length(task) else None
+            panel = load_panel(path, task=task, length=own, vocabulary=vocabulary, tokenizer=tokenizer)
+            check_fit(path, panel, length.max_model_len, length.tokens)
+            if task in length.questions:
+                rules = study.preservation[task]
+                _count(path, len(panel.items), length.questions[task], "items", f"lengths.{length.tokens}.questions")
+                for item in panel.items:
+                    _count(path, item.max_tokens, rules.max_tokens, f"max_tokens of '{item.id}'", f"{task}.max_tokens")
             if task == "nll":
                 _count(path, len(panel.items), study.nll.documents, "items", "nll.documents")
                 _count(path, len(panel.items[0].targets), study.nll.decode_steps + 1, "targets of each item",
@@ -200,11 +241,14 @@ def _item(table: Table, task: str, vocabulary: int) -> PanelItem:
     if not prompt:
         table.fail("prompt", "no token", "at least one")
     targets = table.integers("targets", minimum=0, maximum=vocabulary - 1) if task == "nll" else ()
+    scored = task in SCORED_TASKS
     return PanelItem(
         id=table.string("id", pattern=_ID, form=_ID_FORM),
         prompt=prompt,
         targets=targets,
         max_tokens=len(targets) if task == "nll" else table.integer("max_tokens", minimum=1),
+        expected=table.string("expected", pattern=r".*\S.*", form="the right answer") if scored else "",
+        grade=table.string("grade", pattern=r".*\S.*", form="the group that it is reported in") if scored else "",
     )
 
 
@@ -247,7 +291,12 @@ def _overlap(documents: list[tuple[int, ...]]) -> tuple[int, int, int] | None:
     return None
 
 
-def _check_fit(path: Path, panel: Panel, max_model_len: int, tokens: int) -> None:
+def check_fit(path: Path | str, panel: Panel, max_model_len: int, tokens: int) -> None:
+    """Refuse a panel of which an item, prompt and generated tokens, is longer than ``max_model_len``.
+
+    Raises:
+        StudyError: One is; names it, and the length of ``tokens`` whose limit it is.
+    """
     for item in panel.items:
         size = len(item.prompt) + item.max_tokens
         if size > max_model_len:
