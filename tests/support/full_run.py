@@ -13,26 +13,23 @@ Everything follows from the arguments and a seed. Which questions each arm answe
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 from pytest_kvqual._canonical import canonical_bytes, digest, sha256_bytes
 from pytest_kvqual.attempt import poisoned
+from pytest_kvqual.campaign import Campaign
 from pytest_kvqual.evidence.bundle import Bundle
-from pytest_kvqual.evidence.reader import Reader
 from pytest_kvqual.evidence.records import Scope
-from pytest_kvqual.judge.gates import identity, nll, parity
-from pytest_kvqual.judge.sequence import standing
+from pytest_kvqual.faults.seeded import SEEDED
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
-from pytest_kvqual.receipt.statement import Receipt, build
-from pytest_kvqual.receipt.write import disk_digests, read_all, write
+from pytest_kvqual.receipt.statement import Receipt
+from pytest_kvqual.receipt.write import read_all
 from pytest_kvqual.server.command import engine_arguments, worker_config
 from pytest_kvqual.study import freeze
 from pytest_kvqual.study.load import load_study, select
@@ -44,10 +41,13 @@ CONTROLS: Final = ("native-flashinfer", "native-fa3")
 ARMS: Final = (CANDIDATE, *CONTROLS)
 FAULT: Final = "v-scale-dropped-on-read"
 """The planted fault of the read path."""
+ORDER_FILES: Final = ("determinism.jsonl", *(poisoned("determinism.jsonl", fault) for fault in SEEDED["determinism"]))
 IDENTITY_FAULTS: Final = ("weights-altered", "packed-weights-altered", "scale-copy-altered")
 GENERATED: Final = ("dispatch", "stale-maps", "routing", "shifted-outputs", "placement", "replay", "determinism")
 """The gates whose verdicts no judge made."""
 SCORED: Final = ("retrieval", "gsm8k")
+QUALITY: Final = ("identity", *GENERATED, "parity", "nll", *SCORED)
+"""The gates with a receipt, in order."""
 CACHE_BYTES: Final = 48 << 30
 LAYERS: Final = 4
 SCALES: Final = (0.5, 0.25, 0.125, 0.0625)
@@ -202,7 +202,7 @@ def build_run(
                 shift=shift if arm == CANDIDATE else 0.0,
                 seed=seed,
             )
-        receipts = _receipts(run_dir, study, lock, panels)
+        receipts = _receipts(run_dir, study, lock, gsm8k_bytes(panels["gsm8k"].items))
     return FullRun(
         run_dir=run_dir,
         study=study,
@@ -633,7 +633,8 @@ def _capture(
     bundle.write("dispatch.json", _dispatch(study, arm))
     if candidate or again is not None:
         bundle.write("oracle.json", {"schema": 2, "passes": [], "poison": [], "generated": True})
-        stream("determinism.jsonl", iter([{"generated": True}]))
+        for file in ORDER_FILES if candidate else ORDER_FILES[:1]:
+            stream(file, iter([{"generated": True}]))
         bundle.write("determinism-inputs.json", {"schema": 1, "runs": {}, "generated": True})
         bundle.write("order-comparison.json", {"schema": 1, "generated": True})
         stream("parity.jsonl", serially("forward"))
@@ -789,83 +790,21 @@ def _dispatch(study: Study, arm: str) -> dict[str, object]:
 
 # -- verdicts and receipts ---------------------------------------------------------------------------------------------
 
-_ORACLE: Final = dict.fromkeys(("stale-maps", "routing", "shifted-outputs", "placement", "replay"), ("oracle.json",))
-_ORDERS: Final = ("determinism.jsonl", "determinism-inputs.json", "order-comparison.json")
 
+class _Judged(Campaign):
+    """A campaign whose captures are all there: it judges them and writes the receipts. It never boots anything."""
 
-def _files(gate: str, arm: str) -> tuple[str, ...]:
-    """The files of an arm that a gate's receipt names."""
-    if arm == CANDIDATE:
-        own = {
-            "identity": ("identity.json", "identity-poison.json"),
-            "dispatch": ("dispatch.json",),
-            **_ORACLE,
-            "determinism": _ORDERS,
-            "parity": ("parity.jsonl", poisoned("parity.jsonl", FAULT), "reference.jsonl"),
-            "nll": ("nll.jsonl", poisoned("nll.jsonl", FAULT)),
-            "retrieval": ("retrieval.jsonl", poisoned("retrieval.jsonl", FAULT)),
-            "gsm8k": ("gsm8k-panel.json", "gsm8k.jsonl", poisoned("gsm8k.jsonl", FAULT)),
-        }
-        return own[gate]
-    compared: dict[str, tuple[str, ...]] = {
-        "nll": ("nll.jsonl",),
-        "retrieval": ("retrieval.jsonl",),
-        "gsm8k": ("gsm8k-panel.json", "gsm8k.jsonl"),
-    }
-    if arm != CONTROLS[0]:
-        return ("identity.json", *compared[gate]) if gate in compared else ()
-    null: dict[str, tuple[str, ...]] = {
-        "identity": (),
-        "dispatch": ("dispatch.json",),
-        **_ORACLE,
-        "determinism": _ORDERS,
-        "parity": ("parity.jsonl", "parity-reverse.jsonl"),
-        **{name: (*files, f"{name}-again.jsonl") for name, files in compared.items()},
-    }
-    return ("identity.json", *null[gate])
+    def ready(self, lock: freeze.Lock, gsm8k: bytes) -> None:
+        """What :meth:`prepare` and the engines' interpreters would say."""
+        self._gates = QUALITY
+        self._lock = lock.sha256
+        self._implementation = digest(dict(lock.implementation))
+        self._gsm8k_panel = gsm8k
+        self._scopes = {arm: _scope(self.study, lock.sha256, arm) for arm in ARMS}
 
-
-def _receipts(run_dir: Path, study: Study, lock: freeze.Lock, panels: Mapping[str, Panel]) -> dict[str, Receipt]:
-    readers = {
-        arm: Reader.open(run_dir / "evidence" / f"{arm}-{scope.length}-{scope.cache_bytes}" / "attempt-1")
-        for arm in ARMS
-        for scope in (_scope(study, lock.sha256, arm),)
-    }
-    scope = _scope(study, lock.sha256, CANDIDATE)
-    implementation = digest(dict(lock.implementation))
-    names = [plan.name for plan in study.gates]
-    for gate in ("identity", *GENERATED, "parity", "nll", *SCORED):
-        above = standing(
-            study,
-            gate,
-            read_all(run_dir).receipts,
-            scope,
-            implementation=implementation,
-            digests=disk_digests(run_dir),
-        )
-        evidence: dict[str, str] = {}
-        if above.complete:
-            verdict = _judge(gate, study, panels, readers)
-            for arm, reader in readers.items():
-                evidence |= {f"{reader.name}/{name}": reader.digests[name] for name in _files(gate, arm)}
-        else:
-            lines = tuple(refusal.line() for refusal in above.refusals)
-            verdict = Verdict(gate=gate, outcome=Outcome.REFUSED, figure="no standing receipt", findings=lines)
-        statement = build(
-            verdict,
-            scope,
-            order=1 + names.index(gate),
-            evidence=evidence,
-            requires={name: receipt.sha256 for name, receipt in above.receipts.items()},
-            implementation=implementation,
-        )
-        write(run_dir, statement)
-    return {receipt.gate: receipt for receipt in read_all(run_dir).receipts}
-
-
-def _judge(gate: str, study: Study, panels: Mapping[str, Panel], readers: Mapping[str, Reader]) -> Verdict:
-    own, null = readers[CANDIDATE], readers[CONTROLS[0]]
-    if gate in GENERATED:
+    def _judge(self, gate: str) -> Verdict:
+        if gate not in GENERATED:
+            return super()._judge(gate)
         return Verdict(
             gate=gate,
             outcome=Outcome.PASS,
@@ -875,42 +814,12 @@ def _judge(gate: str, study: Study, panels: Mapping[str, Panel], readers: Mappin
             poison=(Poison(fault="generated", caught=True, figure="generated"),),
             details={"generated": True},
         )
-    if gate == "identity":
-        entries = own.document("identity-poison.json")["poison"]
-        return identity.judge(
-            study,
-            CANDIDATE,
-            cache_bytes=CACHE_BYTES,
-            scales=SCALES,
-            candidate=own.document("identity.json"),
-            null=null.document("identity.json"),
-            poison=entries if isinstance(entries, list) else [],
-            faults=IDENTITY_FAULTS,
-        )
-    if gate == "parity":
-        return parity.judge(
-            study,
-            panels["parity"],
-            http=own.records("parity.jsonl"),
-            reference=own.records("reference.jsonl"),
-            null=(null.records("parity.jsonl"), null.records("parity-reverse.jsonl")),
-            poison={FAULT: own.records(poisoned("parity.jsonl", FAULT))},
-            faults=(FAULT,),
-        )
-    file = f"{gate}.jsonl"
-    common: dict[str, Any] = {
-        "candidate": own.records(file),
-        "controls": {arm: readers[arm].records(file) for arm in CONTROLS},
-        "null": (null.records(file), null.records(f"{gate}-again.jsonl")),
-        "poison": {FAULT: own.records(poisoned(file, FAULT))},
-        "arm": CANDIDATE,
-        "faults": (FAULT,),
-    }
-    if gate == "nll":
-        return nll.judge(study, panels["nll"], **common)
-    length = next(iter(study.lengths.values()))
-    preservation = import_module("pytest_kvqual.judge.gates.preservation")
-    verdict: Verdict = preservation.judge(
-        study, panels[gate], gate=gate, questions=length.questions[gate], **common
-    )
-    return verdict
+
+
+def _receipts(run_dir: Path, study: Study, lock: freeze.Lock, gsm8k: bytes) -> dict[str, Receipt]:
+    selection = select(study, arm=CANDIDATE, length=next(iter(study.lengths)), cache_bytes=CACHE_BYTES)
+    campaign = _Judged(selection, run_dir=run_dir, progress=lambda line: None)
+    campaign.ready(lock, gsm8k)
+    for gate in QUALITY:
+        campaign.decide(gate)
+    return {receipt.gate: receipt for receipt in read_all(run_dir).receipts}
