@@ -658,7 +658,7 @@ def _capture(
     after = {"schema": 1, "arm": arm, "ranks": [_alterable(document)], "taps": [_TAPS]}
     bundle.write("identity-after.json", after)
     bundle.write("dispatch-after.json", _dispatch(study, arm))
-    (bundle.path / "server.log").write_text(f"generated: no server ran\narguments: {' '.join(arguments)}\n")
+    (bundle.path / "server.log").write_text(_log(arguments), encoding="utf-8")
     bundle.seal("server.log")
     if candidate:
         items = [
@@ -675,16 +675,37 @@ def _capture(
                 "order": order,
                 "index": index,
                 "id": item.id,
-                "prompt_token_ids": list(item.prompt),
                 "token_ids": [_parity_token(arm, index, step) for step in range(item.max_tokens)],
                 "finish_reason": "length",
             }
             for order in ("forward", "reverse")
             for index, item in _ordered(panels["parity"], order)
         ]
-        (bundle.path / "reference.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (bundle.path / "reference.jsonl").write_bytes(b"".join(canonical_bytes(line) + b"\n" for line in lines))
         bundle.seal("reference.jsonl")
     bundle.complete()
+
+
+def _log(arguments: Sequence[str]) -> str:
+    """A server's log: the line in which vLLM says what it was told, and a last one."""
+    told: dict[str, object] = {"host": "127.0.0.1", "port": 40001, "disable_uvicorn_access_log": True}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name.startswith("no-"):
+            told[name.removeprefix("no-").replace("-", "_")] = False
+            continue
+        text = value if equals else next(words)
+        key = name.replace("-", "_")
+        if key in ("served_model_name", "logits_processors"):
+            told[key] = [text]
+        elif key == "additional_config":
+            told[key] = json.loads(text)
+        else:
+            told[key] = int(text) if text.isdecimal() else text
+    told["enable_log_requests"] = True
+    stamp = "(APIServer pid=1) INFO 01-01 00:00:00"
+    return f"generated: no server ran\n{stamp} [api_utils.py:286] non-default args: {told!r}\n{stamp} the end\n"
 
 
 _TAPS: Final = {"installed": False, "faults": 0, "held": 0}
