@@ -426,7 +426,10 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     # 10: parser decisions
     "the answers of two questions exchanged": (10, records(CANDIDATE, "gsm8k.jsonl", swap_answers)),
     "a truncated answer called stop": (10, body(CANDIDATE, "gsm8k.jsonl", TRUNCATED, called_stop)),
-    "an expected answer in the panel": (10, study("panels/retrieval.json", set_in(("items", 1, "expected"), "12345678"))),
+    "an expected answer in the panel": (
+        10,
+        study("panels/retrieval.json", set_in(("items", 1, "expected"), "12345678")),
+    ),
     "an expected answer in every gsm8k panel": (10, same_panels_of_other_answers),
     "a status of an answer": (10, records(CANDIDATE, "retrieval.jsonl", http_error_called_answer)),
     # 11: records

@@ -1,8 +1,8 @@
 """Damage to a run directory by someone who can write every file of it, and who makes the cheap checks fit again.
 
-What no key protects can be written anew: the digests of manifests, outcomes, receipts and of the lock. Each method edits
-one thing; :meth:`Attacker.seal` then recomputes every digest that rests on the edited bytes, in the order in which they
-rest on each other, so that only a check that derives something from the content can object.
+What no key protects can be written anew: the digests of manifests, outcomes, receipts and of the lock. Each method
+edits one thing; :meth:`Attacker.seal` then recomputes every digest that rests on the edited bytes, in the order in
+which they rest on each other, so that only a check that derives something from the content can object.
 """
 
 from __future__ import annotations
@@ -175,4 +175,3 @@ class Attacker:
         predicate.pop("content", None)
         predicate["content"] = digest(statement)
         path.write_bytes(pretty_bytes(statement))
-

@@ -366,7 +366,10 @@ def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Stu
     panel("oracle", [{"id": f"r{index}", "prompt": tokens(6), "max_tokens": 3} for index in range(2)], size.length)
     panel(
         "parity",
-        [{"id": f"p{index:02d}", "prompt": tokens(6), "max_tokens": size.parity_tokens} for index in range(size.prompts)],
+        [
+            {"id": f"p{index:02d}", "prompt": tokens(6), "max_tokens": size.parity_tokens}
+            for index in range(size.prompts)
+        ],
         None,
     )
     panel(
@@ -467,9 +470,7 @@ def gsm8k_bytes(items: Sequence[PanelItem]) -> bytes:
 
 def _scope(study: Study, lock: str, arm: str) -> Scope:
     engine = {"schema": 1, "python": "3.11.0", "machine": "generated", "distributions": []}
-    return Scope(
-        lock=lock, arm=arm, length=next(iter(study.lengths)), cache_bytes=CACHE_BYTES, engine=digest(engine)
-    )
+    return Scope(lock=lock, arm=arm, length=next(iter(study.lengths)), cache_bytes=CACHE_BYTES, engine=digest(engine))
 
 
 # -- what the engines answered -----------------------------------------------------------------------------------------

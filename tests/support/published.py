@@ -1,9 +1,9 @@
 """The published result of Qwen3-8B AWQ over HTTP, as a run directory: a reconstruction of the published counts.
 
-These are not the original records. The page gives counts: how many of 1,319 GSM8K questions each arm answered right, how
-many the candidate lost and gained against each control, and the same for 100 retrieval questions. Every verdict of the
-preservation rule follows from those counts alone, so that any per-question outcomes with these counts lead to the same
-figures. This generator picks one such assignment and writes it with :mod:`full_run`. It invents what the page does not
+These are not the original records. The page gives counts: how many of 1,319 GSM8K questions each arm answered right,
+how many the candidate lost and gained against each control, and the same for 100 retrieval questions. Every verdict of
+the preservation rule follows from those counts alone, so that any per-question outcomes with these counts lead to the
+same figures. This generator picks one such assignment and writes it with :mod:`full_run`. It invents what the page does not
 say: which questions, every text and token, the losses of nll (the page says that they passed), and a second capture of
 the first control that answers as the first one did.
 """
@@ -39,7 +39,7 @@ def joint(lost_to_both: int, gained_on_both: int) -> Table:
     """
     first, second = CONTROLS
     wrong = QUESTIONS - RIGHT[CANDIDATE]
-    table = {
+    table: Table = {
         (False, True, True): lost_to_both,
         (False, True, False): LOST[first] - lost_to_both,
         (False, False, True): LOST[second] - lost_to_both,
@@ -71,9 +71,10 @@ def gsm8k(table: Table) -> dict[str, list[str]]:
 
 def retrieval() -> dict[str, list[str]]:
     """91 right in each arm; the candidate loses question 17 to both controls and gains question 43 on both."""
-    wrong = {17: (CANDIDATE,), 43: CONTROLS, **{place: ARMS for place in range(4, 100, 12)}}
+    wrong = {17: (CANDIDATE,), 43: CONTROLS, **dict.fromkeys(range(4, 100, 12), ARMS)}
     return {
-        arm: ["wrong" if arm in wrong.get(place, ()) else "right" for place in range(RETRIEVAL_QUESTIONS)] for arm in ARMS
+        arm: ["wrong" if arm in wrong.get(place, ()) else "right" for place in range(RETRIEVAL_QUESTIONS)]
+        for arm in ARMS
     }
 
 
