@@ -1,7 +1,7 @@
 """Damaged run directories, one defect each: every one is rejected, under the check that claims the defect.
 
-Where a defect could be hidden by recomputing digests it is: :class:`attacker.Attacker` makes lock, manifests, outcomes and
-receipts fit again, so that what objects is the check of the content and not a digest.
+Where a defect could be hidden by recomputing digests it is: :class:`attacker.Attacker` makes lock, manifests, outcomes
+and receipts fit again, so that what objects is the check of the content and not a digest.
 """
 
 from __future__ import annotations
@@ -199,9 +199,9 @@ def receipt(gate: str, change: Callable[[Any], object]) -> Damage:
     return damage
 
 
-def log(arm: str, old: str, new: str) -> Damage:
+def replaced(name: str, arm: str, old: str, new: str) -> Damage:
     def damage(attack: Attacker) -> None:
-        attack.text(attack.attempt(arm) / "server.log", old, new)
+        attack.text(attack.attempt(arm) / name, old, new)
         attack.seal()
 
     return damage
@@ -399,10 +399,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "an attempt of another pool": (5, document(SECOND, "attempt.json", set_in(("scope", "cache_bytes"), 1 << 30))),
     "another flag in the reference": (
         5,
-        lambda attack: (
-            attack.text(attack.attempt(CANDIDATE) / "reference-config.json", "--dtype=float16", "--dtype=bfloat16"),
-            attack.seal(),
-        ),
+        replaced("reference-config.json", CANDIDATE, "--dtype=float16", "--dtype=bfloat16"),
     ),
     # 6: receipts
     "a receipt's figure, by hand": (6, edited_receipt),
@@ -428,7 +425,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "a truncated answer called stop": (10, body(CANDIDATE, "gsm8k.jsonl", TRUNCATED, called_stop)),
     "an expected answer in the panel": (
         10,
-        study("panels/retrieval.json", set_in(("items", 1, "expected"), "12345678")),
+        study("panels/retrieval.json", set_in(("items", 1, "expected"), "1234")),
     ),
     "an expected answer in every gsm8k panel": (10, same_panels_of_other_answers),
     "a status of an answer": (10, records(CANDIDATE, "retrieval.jsonl", http_error_called_answer)),
@@ -455,9 +452,12 @@ BATTERY: dict[str, tuple[int, Damage]] = {
         records(CANDIDATE, "reference.jsonl", lambda lines: set_in(("token_ids", 1), 5)(lines[0])),
     ),
     # 13: settings
-    "another pool in one arm's server": (13, log(SECOND, f"{48 << 30}", f"{47 << 30}")),
-    "another dtype in one arm's server": (13, log(CANDIDATE, "'dtype': 'float16'", "'dtype': 'bfloat16'")),
-    "another flag in one arm's server": (13, log(FIRST, "'enable_prefix_caching': False, ", "")),
+    "another pool in one arm's server": (13, replaced("server.log", SECOND, f"{48 << 30}", f"{47 << 30}")),
+    "another dtype in one arm's server": (
+        13,
+        replaced("server.log", CANDIDATE, "'dtype': 'float16'", "'dtype': 'bfloat16'"),
+    ),
+    "another flag in one arm's server": (13, replaced("server.log", FIRST, "'enable_prefix_caching': False, ", "")),
     "another backend in one layer": (
         13,
         document(

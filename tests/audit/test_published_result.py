@@ -58,7 +58,7 @@ def points(questions: int) -> str:
 
 
 def test_the_judge_derives_each_gsm8k_number(published: FullRun, page: str) -> None:
-    """Right answers, losses, gains, bounds and intervals against both controls are the page's, and the gate says FAIL."""
+    """Right answers, losses, gains, bounds and intervals against both controls are the page's; the gate says FAIL."""
     found = details(published, "gsm8k")
     assert {name: counts["right"] for name, counts in found["answers"].items()} == RIGHT
     assert {name: counts["wrong"] for name, counts in found["answers"].items()} == {
@@ -102,7 +102,7 @@ def test_the_judge_derives_each_retrieval_number(published: FullRun, page: str) 
 
 
 def test_the_audit_derives_the_same(published: FullRun) -> None:
-    """The audit, which shares no code with the judges, has no objection: every number and figure of theirs is its own."""
+    """The audit, which shares no code with the judges, derives every number and figure of theirs."""
     report = audit(published.run_dir)
     assert [finding.line() for finding in report.findings] == []
     assert report.seen.get(12, 0) >= 4

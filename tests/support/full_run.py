@@ -1,8 +1,9 @@
-"""A complete run directory without an engine: a generated study, its evidence, its receipts, written by the real writers.
+"""A complete run directory without an engine: a generated study, its evidence and receipts, by the real writers.
 
-What is generated here: the study (three arms: ``candidate``, ``native-flashinfer``, ``native-fa3``), its panels, and what
-the engines "answered", as raw bodies of ``POST /v1/completions``. What is real: the freezing of the study, the bundles,
-the judges of identity, parity, nll, retrieval and gsm8k, the receipts and their order.
+What is generated here: the study (three arms: ``candidate``, ``native-flashinfer``, ``native-fa3``), its panels, and
+what the engines "answered", as raw bodies of ``POST /v1/completions``. What is real: the freezing of the study, the
+bundles, the campaign that reads them, the judges of identity, parity, nll, retrieval and gsm8k, the receipts and their
+order.
 
 No engine ran: the verdicts of the gates between identity and parity are written by this generator
 (:data:`GENERATED`), over evidence files that say so. Nothing here is evidence about any engine.
@@ -215,7 +216,7 @@ def build_run(
 @contextmanager
 def _no_flush() -> Iterator[None]:
     """A generated run need not survive a power cut, and flushing each of its records takes most of the time."""
-    with mock.patch("os.fsync", lambda descriptor: None):
+    with mock.patch("os.fsync", return_value=None):
         yield
 
 
@@ -543,9 +544,20 @@ def _record(item: PanelItem, index: int, text: str | None, order: str = "forward
 
 
 _WORDS: Final = (
-    "she has each day then costs sells half twice left bought week apples eggs miles hours total number rest first so "
-    "that makes it remaining spends dollars and the of for"
-).split()
+    "she",
+    "has",
+    "each",
+    "day",
+    "then",
+    "costs",
+    "sells",
+    "half",
+    "twice",
+    "left",
+    "week",
+    "apples",
+    "hours",
+)
 
 
 def _scored(

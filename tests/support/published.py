@@ -2,9 +2,9 @@
 
 These are not the original records. The page gives counts: how many of 1,319 GSM8K questions each arm answered right,
 how many the candidate lost and gained against each control, and the same for 100 retrieval questions. Every verdict of
-the preservation rule follows from those counts alone, so that any per-question outcomes with these counts lead to the
-same figures. This generator picks one such assignment and writes it with :mod:`full_run`. It invents what the page does not
-say: which questions, every text and token, the losses of nll (the page says that they passed), and a second capture of
+the preservation rule follows from those counts alone, so that any outcomes with these counts lead to the same figures.
+This generator picks one such assignment and writes it with :mod:`full_run`. It invents what the page does not say:
+which questions, every text and token, the losses of nll (the page says that they passed), and a second capture of
 the first control that answers as the first one did.
 """
 
