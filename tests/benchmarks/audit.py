@@ -4,8 +4,8 @@
 
 The run is ``tests/support/published.py`` at full size: three arms, 32 × 128 losses and 100 retrieval questions at
 8,192 tokens, 1,319 GSM8K questions, the first control captured twice. FOLDER keeps it for the next time; it is made
-anew where the generator or the judges have changed. Exits 1 where the audit takes 10 s or more of wall time, 500 MiB or more, or
-does not derive every figure that the receipts hold.
+anew where the generator or the judges have changed. Exits 1 where the audit takes 10 s or more of wall time or 500 MiB
+or more, or objects to a figure.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 What is generated here: the study (three arms: ``candidate``, ``native-flashinfer``, ``native-fa3``), its panels, and
 what the engines "answered", as raw bodies of ``POST /v1/completions``. What is real: the freezing of the study, the
-bundles, the campaign that reads them, the judges of identity, parity, nll, retrieval and gsm8k, the receipts and their
-order.
-
-No engine ran: the verdicts of the gates between identity and parity are written by this generator
-(:data:`GENERATED`), over evidence files that say so. Nothing here is evidence about any engine.
+bundles, the campaign that reads them, every judge, the receipts and their order. The oracles' records are those of the
+judges' own tests. No engine ran, and nothing here is evidence about any.
 
 Everything follows from the arguments and a seed. Which questions each arm answers right is the caller's to say.
 """
@@ -15,10 +12,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 from unittest import mock
 
@@ -28,14 +28,14 @@ from pytest_kvqual.campaign import Campaign
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.faults.seeded import SEEDED
-from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import Receipt
 from pytest_kvqual.receipt.write import read_all
 from pytest_kvqual.server.command import engine_arguments, worker_config
 from pytest_kvqual.study import freeze
-from pytest_kvqual.study.load import load_study, select
+from pytest_kvqual.study.load import ORACLE_GATES, load_study, select
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import Panel, PanelItem, load_panel
+from pytest_kvqual.tasks import orders
 
 CANDIDATE: Final = "candidate"
 CONTROLS: Final = ("native-flashinfer", "native-fa3")
@@ -44,14 +44,12 @@ FAULT: Final = "v-scale-dropped-on-read"
 """The planted fault of the read path."""
 ORDER_FILES: Final = ("determinism.jsonl", *(poisoned("determinism.jsonl", fault) for fault in SEEDED["determinism"]))
 IDENTITY_FAULTS: Final = ("weights-altered", "packed-weights-altered", "scale-copy-altered")
-GENERATED: Final = ("dispatch", "stale-maps", "routing", "shifted-outputs", "placement", "replay", "determinism")
-"""The gates whose verdicts no judge made."""
 SCORED: Final = ("retrieval", "gsm8k")
-QUALITY: Final = ("identity", *GENERATED, "parity", "nll", *SCORED)
+DECIDED: Final = ("identity", "dispatch", *ORACLE_GATES, "determinism", "parity", "nll", *SCORED)
 """The gates with a receipt, in order."""
 CACHE_BYTES: Final = 48 << 30
-LAYERS: Final = 4
-SCALES: Final = (0.5, 0.25, 0.125, 0.0625)
+LAYERS: Final = 3
+SCALES: Final = (0.5, 0.25, 0.125)
 CREATED: Final = 1_780_000_000
 TOKENIZER: Final = "5" * 64
 END_OF_TEXT: Final = 7
@@ -273,11 +271,11 @@ panels = {{ nll = "panels/nll.json", oracle = "panels/oracle.json", retrieval = 
 questions = {{ retrieval = {retrieval}, gsm8k = {gsm8k} }}
 
 [oracle]
-passes = ["model", "probe"]
+passes = ["model", "probe", "rotated"]
 conditions = ["mixed", "chunked"]
-minimum_cells = 10
-minimum_rows = 5
-ambiguous_rows = 0.01
+minimum_cells = 1500
+minimum_rows = 144
+ambiguous_rows = 0.25
 short_prompt_tokens = 400
 poison_prompt_tokens = 400
 free_blocks = 8
@@ -331,7 +329,7 @@ file = "generated.jsonl"
 {gates}"""
 
 _STATES: Final = {
-    **dict.fromkeys(("identity", *GENERATED, "parity", "nll", *SCORED), 'state = "required"'),
+    **dict.fromkeys(DECIDED, 'state = "required"'),
     "fidelity": 'state = "planned"',
     "trial": 'state = "required"\ntiming = true',
 }
@@ -364,7 +362,14 @@ def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Stu
         ],
         size.length,
     )
-    panel("oracle", [{"id": f"r{index}", "prompt": tokens(6), "max_tokens": 3} for index in range(2)], size.length)
+    panel(
+        "oracle",
+        [
+            {"id": item.id, "prompt": list(item.prompt), "max_tokens": item.max_tokens}
+            for item in _FIXTURES.make_oracle_panel().items
+        ],
+        size.length,
+    )
     panel(
         "parity",
         [
@@ -645,11 +650,12 @@ def _capture(
         bundle.write("identity-poison.json", {"schema": 1, "poison": _identity_poison(document)})
     bundle.write("dispatch.json", _dispatch(study, arm))
     if candidate or again is not None:
-        bundle.write("oracle.json", {"schema": 2, "passes": [], "poison": [], "generated": True})
+        bundle.write("oracle.json", _oracle())
         for file in ORDER_FILES if candidate else ORDER_FILES[:1]:
-            stream(file, iter([{"generated": True}]))
-        bundle.write("determinism-inputs.json", {"schema": 1, "runs": {}, "generated": True})
-        bundle.write("order-comparison.json", {"schema": 1, "generated": True})
+            stream(file, _orders(panels["parity"], arm, name, wrong=file != ORDER_FILES[0]))
+        bundle.write("determinism-inputs.json", _FIXTURES.make_orders_inputs())
+        equal = {run: {item.id: [0] for item in panels["parity"].items} for run in orders.RUNS}
+        bundle.write("order-comparison.json", orders.comparison(study.determinism, equal))
         stream("parity.jsonl", serially("forward"))
     if again is not None:
         stream("parity-reverse.jsonl", serially("reverse"))
@@ -812,14 +818,69 @@ def _identity_poison(document: Mapping[str, Any]) -> list[dict[str, object]]:
 
 def _dispatch(study: Study, arm: str) -> dict[str, object]:
     declared = study.arms[arm]
-    layer = {
-        "backend": declared.attention_backend,
-        "impl": "Impl",
-        "cache_dtype": declared.cache_dtype,
-        "kernels": ["paged_attention"],
+
+    def ranks(**altered: object) -> list[dict[str, object]]:
+        layer = {
+            "backend": declared.attention_backend,
+            "impl": "generated.Impl",
+            "cache_dtype": declared.cache_dtype,
+            "kernels": ["paged_attention"],
+        }
+        names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
+        return [{"rank": 0, "layers": {**dict.fromkeys(names, layer), names[1]: {**layer, **altered}}}]
+
+    poison = [
+        {"fault": "layer-served-by-another-kernel", "ranks": ranks(kernels=["sdpa"])},
+        {"fault": "layer-has-another-implementation-class", "ranks": ranks(impl="generated.Other")},
+    ]
+    return {
+        "schema": 1,
+        "arm": arm,
+        "readings": [{"after": "boot", "ranks": ranks()}],
+        "poison": poison if arm == CANDIDATE else [],
     }
-    ranks = [{"rank": 0, "layers": {f"model.layers.{index}.self_attn.attn": layer for index in range(LAYERS)}}]
-    return {"schema": 1, "arm": arm, "readings": [{"after": "boot", "ranks": ranks}], "poison": []}
+
+
+def _oracle() -> dict[str, object]:
+    document: dict[str, object] = _FIXTURES.make_oracle()
+    document["poison"] = [
+        {
+            "fault": fault,
+            "claimed_by": gate,
+            "records": [_FIXTURES.make_rank(fills=True, findings={gate: 3})],
+            "responses": [],
+        }
+        for gate in ORACLE_GATES
+        for fault in SEEDED[gate]
+    ]
+    return document
+
+
+def _orders(panel: Panel, arm: str, name: Callable[[str], str], *, wrong: bool) -> Iterator[dict[str, object]]:
+    """The parity panel in every order; ``wrong``: its last run that must be equal answers otherwise."""
+    items = list(enumerate(panel.items))
+    for run in orders.REQUIRED if wrong else orders.RUNS:
+        for index, item in (*items[1:], items[0]) if run == orders.ROTATED else items:
+            other = wrong and run == orders.AGAIN
+            tokens = [_parity_token(arm, index, step) + other for step in range(item.max_tokens)]
+            text = body(name("orders"), item.prompt, tokens, text="…", finish="length")
+            yield {**_record(item, index, text), "run": run}
+
+
+def _fixtures() -> ModuleType:
+    """The builders of the judges' own tests."""
+    path = Path(__file__).resolve().parents[1] / "unit" / "judge" / "conftest.py"
+    spec = spec_from_file_location("judge_fixtures", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"found no module {path}, expected the builders of the judges' tests")
+    module = module_from_spec(spec)
+    # Its dataclasses look up their module by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_FIXTURES: Final = _fixtures()
 
 
 # -- verdicts and receipts ---------------------------------------------------------------------------------------------
@@ -830,30 +891,17 @@ class _Judged(Campaign):
 
     def ready(self, lock: freeze.Lock, gsm8k: bytes) -> None:
         """What :meth:`prepare` and the engines' interpreters would say."""
-        self._gates = QUALITY
+        self._gates = DECIDED
         self._lock = lock.sha256
         self._implementation = digest(dict(lock.implementation))
         self._gsm8k_panel = gsm8k
         self._scopes = {arm: _scope(self.study, lock.sha256, arm) for arm in ARMS}
-
-    def _judge(self, gate: str) -> Verdict:
-        if gate not in GENERATED:
-            return super()._judge(gate)
-        return Verdict(
-            gate=gate,
-            outcome=Outcome.PASS,
-            figure="generated: no judge made this verdict",
-            findings=(),
-            null=Check(passed=True, figure="generated"),
-            poison=(Poison(fault="generated", caught=True, figure="generated"),),
-            details={"generated": True},
-        )
 
 
 def _receipts(run_dir: Path, study: Study, lock: freeze.Lock, gsm8k: bytes) -> dict[str, Receipt]:
     selection = select(study, arm=CANDIDATE, length=next(iter(study.lengths)), cache_bytes=CACHE_BYTES)
     campaign = _Judged(selection, run_dir=run_dir, progress=lambda line: None)
     campaign.ready(lock, gsm8k)
-    for gate in QUALITY:
+    for gate in DECIDED:
         campaign.decide(gate)
     return {receipt.gate: receipt for receipt in read_all(run_dir).receipts}
