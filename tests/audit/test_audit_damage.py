@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from attacker import Attacker
-from full_run import CANDIDATE, CONTROLS, SMALL, FullRun, all_right, build_run
+from full_run import CANDIDATE, CONTROLS, FAULT, SMALL, FullRun, all_right, build_run
 
 from pytest_kvqual._canonical import digest, pretty_bytes
-from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.command import audit
+from pytest_kvqual.audit.auditor import Options, audit
+from pytest_kvqual.audit.checks import Finding
 
 FIRST, SECOND = CONTROLS
 TRUNCATED, EMPTY = 9, 19
@@ -42,16 +42,28 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> FullRun:
     return build_run(tmp_path_factory.mktemp("failing"), outcomes=outcomes)
 
 
-def numbers(report: Report) -> list[int]:
+def findings(run_dir: Path) -> list[Finding]:
+    """What the audit objects to."""
+    return audit(Options(run_dir=run_dir)).report.findings
+
+
+def numbers(found: list[Finding]) -> list[int]:
     """The checks that object, each once."""
-    return sorted({finding.check for finding in report.findings})
+    return sorted({finding.check for finding in found})
 
 
 def test_a_run_in_order_is_accepted(whole: FullRun, failing: FullRun) -> None:
-    """The runs that the battery damages have no finding, and every figure of the receipts is derived again."""
+    """The runs that the battery damages have no finding, and what the audit derives is what the receipts say."""
     for run in (whole, failing):
-        report = audit(run.run_dir)
-        assert [finding.line() for finding in report.findings] == []
+        result = audit(Options(run_dir=run.run_dir))
+        assert [finding.line() for finding in result.report.findings] == []
+        derived = {gate.gate: (gate.derived, gate.derived_figure) for gate in result.gates if gate.how == "re-derived"}
+        assert derived == {
+            gate: (run.receipts[gate].outcome.value, run.receipts[gate].figure)
+            for gate in ("parity", "nll", "retrieval", "gsm8k")
+        }
+        assert result.passed is (run is whole)
+        assert result.timing.startswith("refused: ")
 
 
 Damage = Callable[[Attacker], object]
@@ -320,7 +332,7 @@ def poison_is_healthy(attack: Attacker) -> None:
     """The capture under a planted fault is the healthy one's beginning, with ids of its own."""
     folder = attack.attempt(CANDIDATE)
     lines = (folder / "retrieval.jsonl").read_bytes().splitlines(keepends=True)[: SMALL.poison_questions]
-    path = folder / "retrieval-poison-v-scale-dropped-on-read.jsonl"
+    path = folder / f"retrieval-poison-{FAULT}.jsonl"
     path.write_bytes(b"".join(line.replace(b"cmpl-", b"cmpl-x") for line in lines))
     attack.seal()
 
@@ -355,23 +367,59 @@ def http_error_called_answer(records: list[dict[str, Any]]) -> None:
     records[0] |= {"status": 500}
 
 
+def in_body(old: str, new: str) -> Callable[[list[dict[str, Any]]], None]:
+    """Replace a text in the first record's body."""
+
+    def change(records: list[dict[str, Any]]) -> None:
+        assert old in records[0]["body"]
+        records[0]["body"] = records[0]["body"].replace(old, new, 1)
+
+    return change
+
+
+def too_many_tokens(body: Any) -> None:
+    tokens = choice(body)["token_ids"]
+    tokens.extend([20] * (13 - len(tokens)))
+    body["usage"] |= {"completion_tokens": 13, "total_tokens": body["usage"]["prompt_tokens"] + 13}
+
+
+def losses_under_a_fault(attack: Attacker) -> None:
+    """The losses under a planted fault are the healthy ones, with ids of their own."""
+    folder = attack.attempt(CANDIDATE)
+    lines = (folder / "nll.jsonl").read_bytes().splitlines(keepends=True)[: SMALL.poison_documents]
+    path = folder / f"nll-poison-{FAULT}.jsonl"
+    path.write_bytes(b"".join(line.replace(b"cmpl-", b"cmpl-x") for line in lines))
+    attack.seal()
+
+
+def found_by_an_oracle(oracle: Any) -> None:
+    oracle["passes"][0]["records"][0]["routing"] |= {
+        "findings": ["slot 5"],
+        "findings_total": 1,
+        "kinds": {"wrong-cell": 1},
+    }
+
+
+def other_order(records: list[dict[str, Any]]) -> None:
+    for record in records:
+        if record["run"] == "rotated":
+            body = json.loads(record["body"])
+            choice(body)["token_ids"][0] += 1
+            record["body"] = json.dumps(body)
+
+
+def renumbered(attack: Attacker) -> None:
+    path = attack.receipt("gsm8k")
+    attack.predicate("gsm8k", set_in(("attempt",), 2))
+    path.rename(path.with_name(path.name.replace("-1.json", "-2.json")))
+    attack.seal()
+
+
 BATTERY: dict[str, tuple[int, Damage]] = {
     # 1: form
     "a file behind a symbolic link": (1, symlink),
     "NaN in a record": (1, raw(CANDIDATE, "nll.jsonl", b'"index":0', b'"index":NaN')),
-    "NaN in a body": (
-        1,
-        records(CANDIDATE, "nll.jsonl", lambda lines: lines[0].update(body=lines[0]["body"].replace("-", "NaN,-", 1))),
-    ),
     "a key twice in a record": (1, raw(CANDIDATE, "nll.jsonl", b'"error":null', b'"error":null,"error":null')),
-    "a key twice in a body": (
-        1,
-        records(
-            CANDIDATE,
-            "gsm8k.jsonl",
-            lambda lines: lines[0].update(body=lines[0]["body"].replace('"index":0', '"index":0,"index":0', 1)),
-        ),
-    ),
     "a last line without an end": (1, raw(CANDIDATE, "gsm8k.jsonl", b"}\n", b"}")),
     "bytes that are no UTF-8": (1, raw(FIRST, "retrieval.jsonl", b"forward", b"forwar\xff")),
     # 2: manifests
@@ -379,6 +427,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "a line of a manifest removed": (2, remove_manifest_line),
     "a file removed": (2, remove_file),
     "an attempt's number left out": (2, attempt_taken_out_of_the_numbers),
+    "a failed attempt behind a PASS": (2, document(CANDIDATE, "outcome.json", set_in(("outcome",), "failed"))),
     # 3: schemas
     "an attempt of an unknown schema": (3, document(CANDIDATE, "attempt.json", set_in(("schema",), 2))),
     "an outcome of an unknown schema": (3, document(FIRST, "outcome.json", set_in(("schema",), 2))),
@@ -393,6 +442,11 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "a panel of another length": (4, study("panels/retrieval.json", set_in(("length",), 64))),
     "a panel of another tokenizer": (4, study("panels/nll.json", set_in(("tokenizer_sha256",), "8" * 64))),
     "fewer questions than the panel has": (4, declared("retrieval = 60", "retrieval = 59")),
+    "weights in the lock": (4, study("lock.json", set_in(("weights", "model.safetensors"), "7" * 64))),
+    "another tokenizer in the lock": (
+        4,
+        declared(f'"tokenizer.json" = "{"5" * 64}"', f'"tokenizer.json" = "{"8" * 64}"'),
+    ),
     # 5: scope
     "a receipt of another length": (5, another_scope),
     "a receipt of another engine": (5, another_engine),
@@ -406,6 +460,8 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "two receipts in each other's order": (6, swap_orders),
     "a receipt removed": (6, remove_receipt),
     "a receipt that rests on one less": (6, receipt("gsm8k", not_required("nll", "gsm8k"))),
+    "a receipt of another implementation": (4, receipt("gsm8k", set_in(("implementation", "sha256"), "7" * 64))),
+    "a number of a receipt left out": (6, renumbered),
     # 7: evidence
     "an attempt removed": (7, attempt_removed),
     "the poison capture left out of a receipt": (7, receipt("retrieval", evidence_left_out)),
@@ -433,8 +489,12 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "a record removed": (11, records(CANDIDATE, "retrieval.jsonl", lambda lines: lines.pop(5))),
     "a record twice": (11, records(FIRST, "gsm8k.jsonl", lambda lines: lines.insert(3, lines[2]))),
     "a record too many": (11, records(CANDIDATE, "retrieval.jsonl", added)),
-    "two records in each other's order": (11, records(CANDIDATE, "nll.jsonl", lambda lines: lines.reverse())),
-    "usage that does not fit": (11, body(CANDIDATE, "gsm8k.jsonl", 0, set_in(("usage", "completion_tokens"), 3))),
+    "serial records in each other's order": (11, records(CANDIDATE, "parity.jsonl", lambda lines: lines.reverse())),
+    "NaN in a body": (11, records(CANDIDATE, "nll.jsonl", in_body('"index":0', '"index":NaN'))),
+    "a key twice in a body": (11, records(CANDIDATE, "gsm8k.jsonl", in_body('"index":0', '"index":0,"index":0'))),
+    "a body cut off": (11, records(FIRST, "gsm8k.jsonl", in_body('"metrics":null}', ""))),
+    "a second choice": (11, body(FIRST, "gsm8k.jsonl", 0, lambda document: document["choices"].append({}))),
+    "fewer records under a fault": (11, records(CANDIDATE, f"gsm8k-poison-{FAULT}.jsonl", lambda lines: lines.pop())),
     # 12: figures
     "a log-probability": (12, body(CANDIDATE, "nll.jsonl", 0, logprob(lambda value: value / 2))),
     "a log-probability of a control": (12, body(SECOND, "nll.jsonl", 2, logprob(lambda value: value - 1e-9))),
@@ -446,6 +506,25 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "a faked mean": (12, receipt("nll", set_in(("details", "delta", FIRST, "mean"), 0.0))),
     "the count of seeded faults": (12, receipt("retrieval", less_poison)),
     "the state of a null": (12, receipt("retrieval", failed_null)),
+    "usage that does not fit": (12, body(CANDIDATE, "gsm8k.jsonl", 0, set_in(("usage", "completion_tokens"), 3))),
+    "more tokens than were asked for": (12, body(SECOND, "retrieval.jsonl", 0, too_many_tokens)),
+    "a finish reason of its own": (
+        12,
+        body(SECOND, "retrieval.jsonl", 0, set_in(("choices", 0, "finish_reason"), "abort")),
+    ),
+    "an answer of the null's second capture": (
+        12,
+        body(FIRST, "gsm8k-again.jsonl", 0, set_in(("choices", 0, "text"), "#### 1")),
+    ),
+    "a loss of the null's second capture": (12, body(FIRST, "nll-again.jsonl", 0, logprob(lambda value: value - 0.5))),
+    "losses under a fault that are healthy": (12, losses_under_a_fault),
+    "an answer over HTTP": (12, body(CANDIDATE, "parity.jsonl", 0, set_in(("choices", 0, "token_ids", 0), 5))),
+    "findings of an oracle": (12, document(CANDIDATE, "oracle.json", found_by_an_oracle)),
+    "a fault that an oracle missed": (
+        12,
+        document(CANDIDATE, "oracle.json", set_in(("poison", 0, "records", 0, "stale-maps", "kinds"), {})),
+    ),
+    "answers that follow the order": (12, records(CANDIDATE, "determinism.jsonl", other_order)),
     "a poison capture that is healthy": (12, poison_is_healthy),
     "a token of the reference": (
         12,
@@ -470,6 +549,16 @@ BATTERY: dict[str, tuple[int, Damage]] = {
         13,
         document(SECOND, "identity.json", set_in(("ranks", 0, "distributions", 0, "version"), "0.31.0")),
     ),
+    "other scales, frozen anew": (13, study("scales.json", set_in(("v_scale", 0), 0.75))),
+    "a weight that changed in the worker": (
+        12,
+        document(FIRST, "identity.json", set_in(("ranks", 0, "parameters", "now", "model.norm.weight"), "d" * 64)),
+    ),
+    "a scale that changed in the worker": (
+        12,
+        document(CANDIDATE, "identity.json", set_in(("ranks", 0, "scales", "now", 0, "v", "_v_scale"), [(2.0).hex()])),
+    ),
+    "no line of the server's arguments": (13, replaced("server.log", CANDIDATE, "non-default args", "default args")),
     # 14: gsm8k
     "another gsm8k panel in one arm": (14, document(SECOND, "gsm8k-panel.json", set_in(("items", 0, "grade"), "x"))),
     # 15: controls, null, copies
@@ -491,9 +580,9 @@ def test_a_damaged_run_is_rejected(name: str, whole: FullRun, tmp_path: Path) ->
     expected, damage = BATTERY[name]
     attack = Attacker.copy(whole, tmp_path / "run")
     damage(attack)
-    report = audit(attack.folder)
-    assert expected in numbers(report), [f"{finding.check}: {finding.line()}" for finding in report.findings]
-    for finding in report.findings:
+    found = findings(attack.folder)
+    assert expected in numbers(found), [f"{finding.check}: {finding.line()}" for finding in found]
+    for finding in found:
         assert "\n" not in finding.line()
         assert finding.where
 
@@ -509,7 +598,7 @@ def test_a_failed_gate_made_to_pass_is_rejected(failing: FullRun, tmp_path: Path
 
     attack.predicate("gsm8k", passed)
     attack.seal()
-    assert numbers(audit(attack.folder)) == [12]
+    assert numbers(findings(attack.folder)) == [12]
 
 
 def test_a_lost_question_edited_away_is_rejected(failing: FullRun, tmp_path: Path) -> None:
@@ -522,7 +611,7 @@ def test_a_lost_question_edited_away_is_rejected(failing: FullRun, tmp_path: Pat
 
     attack.body(CANDIDATE, "gsm8k.jsonl", 0, right)
     attack.seal()
-    found = numbers(audit(attack.folder))
+    found = numbers(findings(attack.folder))
     assert found
     assert set(found) <= {10, 12}
 
@@ -534,3 +623,16 @@ def test_digests_made_to_fit_leave_no_trace(whole: FullRun, tmp_path: Path) -> N
     before = {path.relative_to(whole.run_dir): path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
     after = {path.relative_to(attack.folder): path.read_bytes() for path in attack.folder.rglob("*") if path.is_file()}
     assert before == after
+
+
+def test_a_seed_decides_every_record(whole: FullRun, failing: FullRun, tmp_path: Path) -> None:
+    """The same arguments give the same records; another seed gives other answers to the same outcomes."""
+    outcomes = all_right(SMALL)
+    outcomes["gsm8k"][CANDIDATE][0] = "wrong"
+    same, other = (build_run(tmp_path / str(seed), seed=seed, outcomes=outcomes) for seed in (20, 21))
+    for name in ("nll.jsonl", "retrieval.jsonl", "gsm8k.jsonl", "gsm8k-panel.json"):
+        data = (failing.attempt(CANDIDATE) / name).read_bytes()
+        assert (same.attempt(CANDIDATE) / name).read_bytes() == data
+        assert (other.attempt(CANDIDATE) / name).read_bytes() != data
+    assert same.receipts["gsm8k"].figure == failing.receipts["gsm8k"].figure
+    assert whole.lock == failing.lock

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
@@ -80,9 +81,15 @@ def main() -> int:
     return 0 if min(walls) < LIMIT_S and peak < LIMIT_BYTES and agrees else 1
 
 
-def agreement(statement: dict[str, object]) -> bool:
-    """Whether the audit objected to nothing: it compares each outcome, figure and number with the receipts'."""
-    raise NotImplementedError
+def agreement(statement: dict[str, Any]) -> bool:
+    """Whether the audit objects to nothing, and derived outcome and figure of each gate itself."""
+    said = statement["predicate"]["pytest_kvqual_audit"]
+    gates = {gate["gate"]: gate for gate in said["gates"]}
+    agrees = not said["findings"] and all(
+        gates[name]["how"] == "re-derived" and gates[name]["derived"] == gates[name]["stored"] for name in GATES
+    )
+    print(f"agrees with the judges on every figure: {'yes' if agrees else 'no'}")
+    return agrees
 
 
 if __name__ == "__main__":
