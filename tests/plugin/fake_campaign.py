@@ -71,6 +71,8 @@ def study() -> Study:
         ),
         parity=ParityRules(panel=FOLDER, prompts=1, max_tokens=1),
         nll=NllRules(documents=1, decode_steps=1, margin_nats=0.01, confidence=0.95, poison_documents=1),
+        preservation={},
+        gsm8k_source=None,
         waivers=(),
     )
 

@@ -16,6 +16,8 @@ DOCUMENTS = 4
 DECODE_STEPS = 4
 PARITY_PROMPTS = 3
 PARITY_TOKENS = 5
+QUESTIONS = 8
+ANSWER_TOKENS = 4
 TOKENIZER = "5" * 64
 
 STUDY = """\
@@ -149,6 +151,20 @@ reproducer = "docs/findings.md#nan"
 reason = "Known."
 """
 
+RULES = """\
+limit = 0.4
+confidence = 0.95
+floor = 0.5
+max_tokens = 4
+stop = ["\\n"]
+run_on = []
+reasoning = []
+empty_share = 0.0
+truncated_share = 0.25
+error_share = 0.0
+poison_questions = 4
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyStudy:
@@ -195,6 +211,20 @@ class TinyStudy:
             raise ValueError(f"study.toml has no {old!r}")
         self.toml.write_text(text.replace(old, new, 1), encoding="utf-8")
 
+    def require_scored(self) -> None:
+        """Make retrieval and recall required: their gates, their rules, and at each length their panels."""
+        for gate in ("retrieval", "recall"):
+            self.replace(f'[gates.{gate}]\nstate = "planned"', f'[gates.{gate}]\nstate = "required"')
+            self.replace("[gates.identity]", f"[{gate}]\n{RULES}\n[gates.identity]")
+        for length in LENGTHS:
+            oracle = f'oracle = "panels/oracle-{length}.json"'
+            scored = f'retrieval = "panels/retrieval-{length}.json", recall = "panels/recall.json"'
+            questions = f"questions = {{ retrieval = {QUESTIONS}, recall = {QUESTIONS} }}"
+            self.replace(f"{oracle} }}\n", f"{oracle}, {scored} }}\n{questions}\n")
+            panel = _panel("retrieval", length, _questions(length - ANSWER_TOKENS, "5 digits"))
+            self.write_json(f"panels/retrieval-{length}.json", panel)
+        self.write_json("panels/recall.json", _panel("recall", None, _questions(6, "2 facts")))
+
     def write_json(self, name: str, value: object) -> None:
         """Write a file of the study."""
         (self.folder / name).write_text(json.dumps(value) + "\n", encoding="utf-8")
@@ -204,6 +234,14 @@ class TinyStudy:
         value = json.loads((self.folder / name).read_text(encoding="utf-8"))
         how(value)
         self.write_json(name, value)
+
+
+def _questions(tokens: int, grade: str) -> list[dict[str, object]]:
+    shared = {"max_tokens": ANSWER_TOKENS, "grade": grade}
+    return [
+        {"id": f"q{index}", "prompt": [index] * tokens, "expected": str(10000 + index), **shared}
+        for index in range(QUESTIONS)
+    ]
 
 
 def _panel(task: str, length: int | None, items: Sequence[Mapping[str, object]]) -> dict[str, object]:

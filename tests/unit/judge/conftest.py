@@ -20,6 +20,7 @@ from pytest_kvqual.study.model import (
     NllRules,
     OracleRules,
     ParityRules,
+    PreservationRules,
     Study,
     Waiver,
 )
@@ -33,6 +34,7 @@ DELETE: Final = object()
 PASSES: Final = ("model", "probe", "rotated")
 CONDITIONS: Final = ("mixed", "chunked")
 ROWS: Final = 16
+SCORED_TOKENS: Final = 8
 
 
 def _arm(name: str, role: Any, backend: str, kv_format: str, dtype: str, scales: Path | None = None) -> Arm:
@@ -51,6 +53,23 @@ def _arm(name: str, role: Any, backend: str, kv_format: str, dtype: str, scales:
         kernels=("*attention*", "*cache*"),
         kernels_absent=("*flash*",),
         cache_dtype=dtype,
+    )
+
+
+def make_rules(*, limit: float, floor: float, stop: tuple[str, ...], run_on: tuple[str, ...] = ()) -> PreservationRules:
+    """The rules of one scored task: no empty, truncated or failed answer is allowed."""
+    return PreservationRules(
+        limit=limit,
+        confidence=0.95,
+        floor=floor,
+        max_tokens=SCORED_TOKENS,
+        stop=stop,
+        run_on=run_on,
+        reasoning=None,
+        empty_share=0.0,
+        truncated_share=0.0,
+        error_share=0.0,
+        poison_questions=16,
     )
 
 
@@ -91,7 +110,16 @@ def make_study() -> Study:
                 _arm("candidate", "candidate", "KVQUAL_K16V8", "k16v8", "torch.uint8", Path("/nowhere/v.json")),
             )
         },
-        lengths={1024: Length(tokens=1024, cache_bytes=4096, max_model_len=1280, wave_size=32, panels={})},
+        lengths={
+            1024: Length(
+                tokens=1024,
+                cache_bytes=4096,
+                max_model_len=1280,
+                wave_size=32,
+                panels={},
+                questions={"retrieval": 100, "recall": 100, "gsm8k": 1319},
+            )
+        },
         schedule="waves",
         determinism="order-invariant",
         gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in gates),  # type: ignore[arg-type]  # literals above
@@ -108,6 +136,12 @@ def make_study() -> Study:
         ),
         parity=ParityRules(panel=Path("/nowhere/parity.json"), prompts=3, max_tokens=4),
         nll=NllRules(documents=4, decode_steps=3, margin_nats=0.01, confidence=0.95, poison_documents=2),
+        preservation={
+            "retrieval": make_rules(limit=0.05, floor=0.6, stop=("\n",)),
+            "recall": make_rules(limit=0.05, floor=0.6, stop=("\n",)),
+            "gsm8k": make_rules(limit=0.02, floor=0.85, stop=(), run_on=("\nQuestion:",)),
+        },
+        gsm8k_source=None,
         waivers=(
             Waiver(arm="native", gate="replay", finding="nan-fill", reproducer="docs/findings.md#nan", reason="Known."),
         ),
@@ -403,6 +437,57 @@ def make_nll_records(panel: Panel, *, shift: float = 0.0, documents: int | None 
     return records
 
 
+def make_scored_panel(task: str, count: int) -> Panel:
+    """So many questions of one scored task, in two grades; the answers are numbers of five digits."""
+    items = tuple(
+        PanelItem(
+            id=f"q{index}",
+            prompt=(index + 1, 7, 9),
+            targets=(),
+            max_tokens=SCORED_TOKENS,
+            expected=str(10000 + index),
+            grade="odd" if index % 2 else "even",
+        )
+        for index in range(count)
+    )
+    return Panel(task=task, length=1024 if task == "retrieval" else None, items=items, sha256=SHA["c"])
+
+
+def make_scored_records(panel: Panel, kinds: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
+    """A scored capture: all answers right but those that ``kinds`` says otherwise of, by the question's place."""
+    return [
+        make_scored_record(panel.task, item, index, (kinds or {}).get(index, "right"))
+        for index, item in enumerate(panel.items)
+    ]
+
+
+def make_scored_record(task: str, item: PanelItem, index: int, kind: str) -> dict[str, Any]:
+    """One record whose outcome is ``kind``."""
+    if kind == "error":
+        return {**make_record(item.id, index, None), "status": None, "error": "ReadTimeout: 30 s"}
+    answer = {"right": item.expected, "wrong": "77777", "empty": "", "truncated": item.expected[:2]}[kind]
+    marker = "So it is\n####" if task == "gsm8k" and kind != "empty" else ""
+    first = {"right": 20, "wrong": 30, "empty": 40, "truncated": 50}[kind]
+    truncated = kind == "truncated"
+    tokens = [first, *range(1, SCORED_TOKENS)] if truncated else [first, 2]
+    choice = {
+        "index": 0,
+        "text": f"{marker} {answer}" if answer else "",
+        "logprobs": None,
+        "finish_reason": "length" if truncated else "stop",
+        "stop_reason": None,
+        "token_ids": tokens,
+        "prompt_token_ids": list(item.prompt),
+    }
+    usage = {
+        "prompt_tokens": len(item.prompt),
+        "completion_tokens": len(tokens),
+        "total_tokens": len(item.prompt) + len(tokens),
+    }
+    body = {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice], "usage": usage}
+    return make_record(item.id, index, json.dumps(body))
+
+
 def damage(document: Any, path: Sequence[str | int], value: object) -> Any:
     """A deep copy of ``document`` with ``value`` at ``path``; :data:`DELETE` removes, a function maps the old value."""
     result = copy.deepcopy(document)
@@ -441,6 +526,8 @@ class Make:
     parity_tokens: Callable[[int], list[int]] = parity_tokens
     nll_panel: Callable[[], Panel] = make_nll_panel
     nll_records: Callable[..., list[dict[str, Any]]] = make_nll_records
+    scored_panel: Callable[[str, int], Panel] = make_scored_panel
+    scored_records: Callable[..., list[dict[str, Any]]] = make_scored_records
     damage: Callable[[Any, Sequence[str | int], object], Any] = damage
     delete: object = DELETE
     scales: tuple[float, ...] = SCALES

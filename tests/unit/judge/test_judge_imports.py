@@ -11,6 +11,7 @@ ROOMS = (
     "pytest_kvqual.judge.sequence",
     "pytest_kvqual.judge.permit",
     "pytest_kvqual.judge.gates.nll",
+    "pytest_kvqual.judge.gates.preservation",
     "pytest_kvqual.judge.gates.identity",
     "pytest_kvqual.judge.gates.dispatch",
     "pytest_kvqual.judge.gates.replay",

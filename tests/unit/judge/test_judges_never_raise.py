@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pytest_kvqual.judge.gates import (
     nll,
     parity,
     placement,
+    preservation,
     replay,
     routing,
     shifted_outputs,
@@ -44,7 +46,8 @@ ORACLE: dict[str, Any] = {
     "placement": placement,
     "replay": replay,
 }
-GATES = ("identity", "dispatch", *ORACLE, "determinism", "parity", "nll")
+SCORED = ("retrieval", "recall", "gsm8k")
+GATES = ("identity", "dispatch", *ORACLE, "determinism", "parity", "nll", *SCORED)
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -103,6 +106,29 @@ def judge_orders(make: Any, evidence: Any) -> Verdict:
         null=whole,
         poison={"f": make.orders_records(prompts, {"rotated": lambda index: [1, 2, 3, 4]})},
     )
+
+
+def scored(make: Any, gate: str) -> tuple[Any, Callable[[Any], Verdict]]:
+    """Healthy evidence of a scored task, eight questions of which one is wrong, and its verdict over one."""
+    study = make.study()
+    rules = replace(study.preservation[gate], limit=0.5, floor=0.5, poison_questions=8)
+    study = replace(study, preservation={gate: rules})
+    panel = make.scored_panel(gate, 8)
+    healthy = make.scored_records(panel, {1: "wrong"})
+
+    def judge(evidence: Any) -> Verdict:
+        return preservation.judge(
+            study,
+            panel,
+            gate=gate,
+            questions=8,
+            candidate=evidence,
+            controls=dict.fromkeys(("native", "reference"), make.scored_records(panel)),
+            null=(make.scored_records(panel), make.scored_records(panel)),
+            poison={"f": make.scored_records(panel, dict.fromkeys(range(8), "wrong"))},
+        )
+
+    return healthy, judge
 
 
 def judges(make: Any) -> dict[str, tuple[Any, Callable[[Any], Verdict]]]:
@@ -171,6 +197,7 @@ def judges(make: Any) -> dict[str, tuple[Any, Callable[[Any], Verdict]]]:
                 poison={"f": make.nll_records(documents, shift=1.0, documents=2)},
             ),
         ),
+        **{gate: scored(make, gate) for gate in SCORED},
     }
 
 

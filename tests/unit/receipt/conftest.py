@@ -24,6 +24,8 @@ def small_study() -> Study:
         schedule="waves",
         determinism="order-invariant",
         gates=tuple(GatePlan(name=name, state="required", timing=False) for name in ("identity", "routing")),
+        preservation={},
+        gsm8k_source=None,
         waivers=(),
         **parts,
     )

@@ -385,6 +385,6 @@ def test_the_embedded_study_is_whole() -> None:
     assert list(study.lengths) == [1024, 8192]
     assert [gate.name for gate in study.gates] == [gate for gate in GATES if gate != "gsm8k"]
     planned = [gate.name for gate in study.gates if gate.state == "planned"]
-    assert planned == ["retrieval", "recall", "fidelity", "superiority"]
+    assert planned == ["fidelity", "superiority"]
     assert all(arm.kernels and arm.cache_dtype for arm in study.arms.values())
     assert study.waived("native", "replay") == ("nan-fill",)

@@ -63,7 +63,7 @@ def _overlap(top: Any) -> None:
     [
         (_set("schema", 2), "in 'schema': found 2, expected 1"),
         (_set("task", "oracle"), "in 'task': found 'oracle', expected 'nll'"),
-        (_set("task", "gsm8k"), "in 'task': found \"gsm8k\" (a string), expected one of nll, oracle, parity"),
+        (_set("task", "mmlu"), "in 'task': found \"mmlu\" (a string), expected one of nll, oracle, parity, retrieval"),
         (_set("length", 32), "in 'length': found length 32, expected length 16"),
         (_set("length", None), "in 'length': found no length (null), expected length 16"),
         (_set("length", "16"), "in 'length': found \"16\" (a string), expected an integer"),
