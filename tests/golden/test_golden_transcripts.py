@@ -44,7 +44,7 @@ def test_transcript(case: dict[str, Any]) -> None:
 
 def test_transcripts_cover_every_kind_of_every_task() -> None:
     """Each task has a case of each kind that a text can have; errors and refusals have theirs."""
-    kinds = {(case.values[0]["task"], case.values[0]["kind"]) for case in CASES}  # type: ignore[index,call-overload]
+    kinds = {(case.values[0]["task"], case.values[0]["kind"]) for case in CASES}  # type: ignore[index]
     assert {
         (task, kind) for task in ("gsm8k", "retrieval") for kind in ("right", "wrong", "empty", "truncated")
     } < kinds
