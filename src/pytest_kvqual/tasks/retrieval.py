@@ -1,0 +1,7 @@
+"""Retrieval: a string of digits that stands somewhere in a long prompt is asked for. Read as one word."""
+
+from __future__ import annotations
+
+from pytest_kvqual.tasks.words import read
+
+__all__ = ["read"]
