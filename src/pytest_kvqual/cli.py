@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pytest_kvqual import __version__
-from pytest_kvqual.errors import KvqualError
+from pytest_kvqual.errors import KvqualError, StudyError
 
 DEFAULT_STUDY = "smollm2-cpu"
 """As pytest's ``--study``; importing that module here would import pytest."""
@@ -59,6 +59,29 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--prefix", default="", help="as given to the run")
     replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
+
+    def gate_of(found: argparse.ArgumentParser, total: str) -> None:
+        found.add_argument("--total", required=True, metavar="N", help=total)
+        found.add_argument("--limit", required=True, metavar="L", help="the upper bound must be below it (0.02 is 2 %%)")
+        found.add_argument(
+            "--confidence", default="0.95", metavar="C", help="of the one-sided bound (default: %(default)s)"
+        )
+
+    bound = command(
+        "bound", _bound, "the upper bound of a loss probability against its limit; fail where it is not below"
+    )
+    bound.add_argument("--lost", required=True, metavar="N", help="questions right in the control, not in the candidate")
+    gate_of(bound, "all paired questions")
+    bound.add_argument("--gained", metavar="N", help="the reverse: print the net change with its interval too")
+    power = command(
+        "power", _power, "the probability that a number of questions passes, and the number that passes as wanted"
+    )
+    gate_of(power, "paired questions of the design")
+    power.add_argument("--loss-rate", metavar="P", help="the candidate's true loss probability")
+    power.add_argument("--null", type=Path, metavar="RECEIPT", help="take the loss rate from this receipt's null")
+    power.add_argument("--null-lost", metavar="N", help="take it from a control captured twice: right, then not right")
+    power.add_argument("--null-total", metavar="N", help="of so many questions")
+    power.add_argument("--wanted", default="0.9", metavar="P", help="probability to pass (default: %(default)s)")
     return parser
 
 
@@ -106,6 +129,65 @@ def _replay(args: argparse.Namespace) -> int:
     if not found:
         print("found:    nothing")
     return 1 if found else 0
+
+
+def _bound(args: argparse.Namespace) -> int:
+    from pytest_kvqual.report.design import bound
+
+    try:
+        found = bound(
+            lost=_count("lost", args.lost),
+            total=_count("total", args.total),
+            limit=_number("limit", args.limit),
+            confidence=_number("confidence", args.confidence),
+            gained=None if args.gained is None else _count("gained", args.gained),
+        )
+    except ValueError as error:
+        raise StudyError(str(error)) from error
+    for line in found.lines:
+        print(line)
+    return 0 if found.passed else 1
+
+
+def _power(args: argparse.Namespace) -> int:
+    from pytest_kvqual.report.design import Null, null_of, power
+
+    pair = args.null_lost, args.null_total
+    if [args.loss_rate is not None, args.null is not None, pair != (None, None)].count(True) != 1 or (
+        None in pair and pair != (None, None)
+    ):
+        raise StudyError("expected one of --loss-rate, --null, and --null-lost with --null-total")
+    try:
+        null = None if args.null is None else null_of(args.null)
+        if None not in pair:
+            null = Null(lost=_count("null lost", pair[0]), total=_count("null total", pair[1]))
+        lines = power(
+            total=_count("total", args.total),
+            limit=_number("limit", args.limit),
+            confidence=_number("confidence", args.confidence),
+            wanted=_number("wanted", args.wanted),
+            loss_rate=None if args.loss_rate is None else _number("loss rate", args.loss_rate),
+            null=null,
+        )
+    except ValueError as error:
+        raise StudyError(str(error)) from error
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _count(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}: found {text!r}, expected an integer") from None
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}: found {text!r}, expected a number") from None
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ that a bound that lands on a limit lands there on every machine.
 from __future__ import annotations
 
 from fractions import Fraction
-from math import comb
+
+from pytest_kvqual.stats._exact import at_most, check_counts, share_of, tail_count
 
 _BITS = 53
+_WHOLE = 1 << _BITS
 
 
 def preservation_upper(lost: int, total: int, confidence: float) -> float:
@@ -39,53 +41,101 @@ def preservation_upper(lost: int, total: int, confidence: float) -> float:
         >>> round(100 * preservation_upper(20, 1319, 0.95), 3)
         2.196
     """
-    level = 1 - _confidence(confidence)
-    for name, count in (("lost", lost), ("total", total)):
-        if type(count) is not int:
-            raise ValueError(f"{name}: found {count!r}, expected an integer")
-    if total < 1:
-        raise ValueError(f"total: found {total}, expected at least 1")
-    if not 0 <= lost <= total:
-        raise ValueError(f"lost: found {lost}, expected 0 to {total}")
+    level = 1 - share_of("confidence", confidence)
+    check_counts(total, lost=lost)
     if lost == total:
         return 1.0
     # The tail falls as p grows: `low` always has a tail above the level, `high` one at or below it.
-    low, high = 0, 1 << _BITS
+    low, high = 0, _WHOLE
     while high - low > 1:
         middle = (low + high) // 2
         if _rejects(lost, total, middle, level):
             high = middle
         else:
             low = middle
-    return high / (1 << _BITS)
+    return high / _WHOLE
+
+
+def preservation_lower(lost: int, total: int, confidence: float) -> float:
+    """The one-sided Clopper-Pearson lower bound of a loss probability.
+
+    The smallest probability p of a loss that ``lost`` of ``total`` does not reject at level ``1 - confidence``: the
+    root of ``P(X >= lost | total, p) = 1 - confidence`` for binomial X, and 0 when nothing was lost. A poisoned capture
+    whose lower bound lies above the limit has shown that its loss probability does.
+
+    The result is the largest multiple of 2**-53 whose exact tail is at most ``1 - confidence``: the true bound, rounded
+    down by less than 1.2e-16. ``confidence`` is taken as in :func:`preservation_upper`.
+
+    Args:
+        lost: Questions lost, 0 to ``total``.
+        total: All paired questions, at least 1.
+        confidence: Between 0 and 1, both excluded.
+
+    Raises:
+        ValueError: A count or the confidence is out of range, or of another type.
+
+    References:
+        Clopper and Pearson (1934), as for :func:`preservation_upper`.
+
+    Examples:
+        >>> round(100 * preservation_lower(20, 1319, 0.95), 3)
+        1.007
+    """
+    check_counts(total, lost=lost)
+    # Lost questions are those not kept: the largest probability of keeping one is 1 less the smallest of losing one.
+    # Both are multiples of 2**-53 between 0 and 1, so that the difference is exact.
+    return 1.0 - preservation_upper(total - lost, total, confidence)
+
+
+def most_lost(total: int, limit: float, confidence: float) -> int | None:
+    """The largest count of losses that passes: whose ``preservation_upper`` is below ``limit``.
+
+    It is the gate's own comparison, of two floats. So a bound that rounds to the limit is at the limit, not below it.
+
+    Args:
+        total: All paired questions, at least 1.
+        limit: Between 0 and 1, both excluded.
+        confidence: Between 0 and 1, both excluded.
+
+    Returns:
+        The count, or None where not even 0 losses pass.
+
+    Raises:
+        ValueError: The total, the limit or the confidence is out of range, or of another type.
+
+    Examples:
+        >>> most_lost(1319, 0.02, 0.95)
+        17
+    """
+    level = 1 - share_of("confidence", confidence)
+    numerator = below(limit)
+    check_counts(total)
+    # The tail grows with the count: `low` is a count that passes (or -1), `high` one that does not. Everything lost
+    # has a bound of 1 and never passes.
+    low, high = -1, 1
+    while high < total and _rejects(high, total, numerator, level):
+        low, high = high, 2 * high
+    high = min(high, total)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _rejects(middle, total, numerator, level):
+            low = middle
+        else:
+            high = middle
+    return None if low < 0 else low
+
+
+def below(limit: float) -> int:
+    """The largest integer m with m / 2**53 below ``limit`` as floats: a bound passes where it is at most m / 2**53.
+
+    Raises:
+        ValueError: The limit is not between 0 and 1, both excluded.
+    """
+    share_of("limit", limit)
+    scaled = Fraction(float(limit)) * _WHOLE
+    return -(-scaled.numerator // scaled.denominator) - 1
 
 
 def _rejects(lost: int, total: int, numerator: int, level: Fraction) -> bool:
     """Whether P(X <= lost | total, p) <= level at p = numerator / 2**53."""
-    whole = 1 << _BITS
-    complement = whole - numerator
-    # The shorter of the two tails is summed: P(X <= lost) <= level is P(X > lost) >= 1 - level.
-    if 2 * lost < total:
-        tail = _sum(range(lost, -1, -1), total, numerator, complement) * complement ** (total - lost)
-        return bool(tail * level.denominator <= level.numerator * whole**total)
-    tail = _sum(range(lost + 1, total + 1), total, complement, numerator) * numerator ** (lost + 1)
-    return bool(tail * level.denominator >= (level.denominator - level.numerator) * whole**total)
-
-
-def _sum(counts: range, total: int, near: int, far: int) -> int:
-    """Horner's scheme over integers: the terms C(total, i) of a tail, without the factor that they all share.
-
-    ``counts`` runs outwards. A term is multiplied by ``near`` once for each count after it, by ``far`` once for each
-    before it.
-    """
-    result, power = 0, 1
-    for count in counts:
-        result = result * near + comb(total, count) * power
-        power *= far
-    return result
-
-
-def _confidence(confidence: float) -> Fraction:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence: found {confidence!r}, expected a number between 0 and 1")
-    return Fraction(repr(float(confidence)))
+    return at_most(tail_count(lost, total, numerator, _WHOLE), _WHOLE**total, level)
