@@ -594,9 +594,7 @@ class Attempt:
         if fault is None:
             self._dispatched_again(_stem(name))
 
-    def scored(
-        self, panel: Panel, name: str, *, fault: str | None = None, questions: int | None = None
-    ) -> None:
+    def scored(self, panel: Panel, name: str, *, fault: str | None = None, questions: int | None = None) -> None:
         """The answers to a scored panel, or to its first ``questions`` under a fault.
 
         Raises:

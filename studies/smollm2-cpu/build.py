@@ -239,7 +239,9 @@ def number(digits: int, *labels: object) -> str:
     return str(10 ** (digits - 1) + drawn(9 * 10 ** (digits - 1), *labels))
 
 
-def retrieval_item(index: int, size: int, digits: int, depth: float, stream: Stream, encode: Encode) -> dict[str, object]:
+def retrieval_item(
+    index: int, size: int, digits: int, depth: float, stream: Stream, encode: Encode
+) -> dict[str, object]:
     """A prompt of ``size`` tokens that holds one sentence with a number, and asks for it."""
     name = NAMES[drawn(len(NAMES), "retrieval", size, index)]
     key = number(digits, "retrieval key", size, index)

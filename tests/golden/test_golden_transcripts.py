@@ -44,8 +44,26 @@ def test_transcript(case: dict[str, Any]) -> None:
 
 def test_transcripts_cover_every_kind_of_every_task() -> None:
     """Each task has a case of each kind that a text can have; errors and refusals have theirs."""
-    kinds = {(case.values[0]["task"], case.values[0]["kind"]) for case in CASES}  # type: ignore[index,call-overload]
+    kinds = {(case.values[0]["task"], case.values[0]["kind"]) for case in CASES}  # type: ignore[index]
     assert {
         (task, kind) for task in ("gsm8k", "retrieval") for kind in ("right", "wrong", "empty", "truncated")
     } < kinds
     assert {("recall", "right"), ("recall", "wrong"), ("gsm8k", "error"), ("gsm8k", "refused")} < kinds
+
+
+def test_the_documented_transcripts_are_the_golden_ones() -> None:
+    """Each row of the table in docs/tasks.md is a case, with its text and its outcome."""
+    text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and '| `"' in line]
+    made = set()
+    for path in FILES:
+        for case in json.loads(path.read_bytes()):
+            if "text" in case:
+                shown = json.dumps(case["text"], ensure_ascii=False)
+                loosely = "right" if case["lenient"] else "not right"
+                made.add(
+                    f"| {case['name']} | `{shown}` | {case['finish_reason']} | {case['expected']} | {case['kind']} | "
+                    f"{loosely} | {case['why']} |"
+                )
+    assert len(rows) > 30
+    assert not set(rows) - made

@@ -159,6 +159,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise world["model"]
 
     monkeypatch.setattr("pytest_kvqual.study.freeze.verify_lock", verify_lock)
+    monkeypatch.setattr("pytest_kvqual.study.freeze.keep", lambda *_: None)
     monkeypatch.setattr("pytest_kvqual.models.verify_model", verify_model)
     monkeypatch.setattr("pytest_kvqual.server.install.engine_identity", lambda study, python: world["engine"])
     return world
@@ -438,7 +439,7 @@ def test_absent_gates(run: Run, verdicts: dict[str, Outcome]) -> None:
 
 
 def test_timing_is_refused_by_name(run: Run, tmp_path: Path, locked: dict[str, Any]) -> None:
-    """The timing gate names the gates that are not there yet."""
+    """The timing gate names the gates without a receipt and those that are not there yet."""
     run()
     selection = select(load_study("smollm2-cpu"), arm="candidate", length=1024, cache_bytes=None)
     campaign = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
@@ -448,9 +449,9 @@ def test_timing_is_refused_by_name(run: Run, tmp_path: Path, locked: dict[str, A
     finally:
         campaign.close()
     assert verdict.outcome is Outcome.REFUSED
-    planned = ["retrieval", "recall", "fidelity"]
-    assert [line.partition(":")[0] for line in verdict.findings] == planned
-    assert all(f"{name}: planned" in verdict.figure for name in planned)
+    assert [line.partition(":")[0] for line in verdict.findings] == ["retrieval", "recall", "fidelity"]
+    assert all(f"{name}: missing" in verdict.figure for name in ("retrieval", "recall"))
+    assert "fidelity: planned" in verdict.figure
 
 
 def test_a_control_under_qualification(run: Run, events: list[str], tmp_path: Path) -> None:

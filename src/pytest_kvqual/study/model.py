@@ -214,7 +214,7 @@ class GatePlan:
 class Study:
     """One qualification, declared. ``directory`` holds ``study.toml`` and, once frozen, ``lock.json``.
 
-    ``preservation`` holds the rules of each scored task, by its gate's name; ``gsm8k_source`` is None without that gate.
+    ``preservation`` holds the rules of each scored task, by its gate; ``gsm8k_source`` is None without gsm8k.
     """
 
     name: str

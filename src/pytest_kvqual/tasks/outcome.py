@@ -132,9 +132,8 @@ def _decide(task: str, answer: Answer, expected: str, rules: PreservationRules) 
     if not part.text.strip():
         return Kind.EMPTY, _because(reading, "the reasoning never ended" if part.unfinished else "no text")
     if limited and not reading.complete:
-        return Kind.TRUNCATED, _because(
-            reading, f"the token limit may have cut the answer: {reading.reason or 'it is the last of the text'}"
-        )
+        cut = "the token limit may have cut the answer"
+        return Kind.TRUNCATED, _because(reading, f"{cut}: {reading.reason}" if reading.reason else cut)
     return (Kind.RIGHT if reading.right else Kind.WRONG), reading
 
 

@@ -15,14 +15,14 @@ import torch
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.kv import formats
 from pytest_kvqual.oracles.window import LayerView
-from pytest_kvqual.worker import identity, pool, scales
+from pytest_kvqual.worker import identity, pool, scales, settings
 from pytest_kvqual.worker.dispatch import DispatchReader, backend_name
 from pytest_kvqual.worker.step_inputs import StepInputs
 from pytest_kvqual.worker.taps import OracleTaps, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
 _DISTRIBUTIONS = ("torch", "transformers")
-_PARTS = frozenset({"layers", "parameters", "scales", "distributions"})
+_PARTS = frozenset({"layers", "parameters", "scales", "distributions", "settings"})
 
 
 def _base_worker() -> type:
@@ -203,8 +203,8 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
     def kvqual_identity(self, options: dict[str, object] | None = None) -> dict[str, object]:
         """What this rank runs, observed now.
 
-        ``options["parts"]`` limits the answer to some of ``layers``, ``parameters``, ``scales`` and ``distributions``;
-        without it all are read.
+        ``options["parts"]`` limits the answer to some of ``layers``, ``parameters``, ``scales``, ``distributions`` and
+        ``settings``; without it all are read.
         """
         parts = set((options or {}).get("parts") or _PARTS)  # type: ignore[call-overload]  # checked on the next line
         if not parts <= _PARTS:
@@ -235,6 +235,8 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             }
         if "scales" in parts:
             record["scales"] = {**self._kvqual_scales, "now": scales.snapshot(layers)}
+        if "settings" in parts:
+            record["settings"] = settings.effective(self.vllm_config)
         if "distributions" in parts:
             records, recorded = [], set()
             for name in (self.kvqual_config.distribution, *_DISTRIBUTIONS):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_kvqual.capture.quality import capture_nll, capture_parity, waves
+from pytest_kvqual.capture.quality import capture_nll, capture_parity, capture_scored, waves
 from pytest_kvqual.errors import CaptureError
 from pytest_kvqual.study.panels import Panel, PanelItem
 
@@ -95,6 +95,51 @@ def test_one_failed_request_fails_the_capture_after_the_others(engine: FakeEngin
         capture_parity(engine, panel(3), kept, model="m", timeout_s=10)
     assert [it["status"] for it in kept] == [200, 503, 200]
     assert len(engine.order) == 3
+
+
+def test_questions_go_in_waves_with_their_stops_and_limit(engine: FakeEngine) -> None:
+    """A scored capture sends the study's stops and the item's limit, forces nothing, and asks for token ids."""
+    kept = Kept()
+    found = capture_scored(engine, panel(3, task="recall"), kept, model="m", stop=["\n"], wave_size=2, timeout_s=10)
+    assert found == 3
+    assert engine.calls == ["pause", "resume"] * 2
+    assert all(body["stop"] == ["\n"] and body["max_tokens"] == 4 for body in engine.bodies)
+    assert all(body["return_token_ids"] is True and "vllm_xargs" not in body for body in engine.bodies)
+    assert all(str(body["request_id"]).startswith("kvqual-recall-") for body in engine.bodies)
+
+
+def test_a_question_without_stops_sends_none(engine: FakeEngine) -> None:
+    """No stop in the study is no stop in the request, and only the first questions are asked when told so."""
+    capture_scored(engine, panel(3, task="gsm8k"), Kept(), model="m", wave_size=4, timeout_s=10, questions=1)
+    assert len(engine.bodies) == 1
+    assert "stop" not in engine.bodies[0]
+
+
+def test_natural_concurrency_asks_every_question_without_a_pause(engine: FakeEngine) -> None:
+    """Under the natural schedule as many requests are in flight as the wave is large, and each leaves its record."""
+    kept = Kept()
+    capture_scored(engine, panel(7, task="recall"), kept, model="m", schedule="natural", wave_size=3, timeout_s=10)
+    assert sorted(str(it["id"]) for it in kept) == [f"r{n}" for n in range(7)]
+    assert engine.calls == []
+    assert engine.most_in_flight <= 3
+
+
+def test_a_failed_question_is_a_record_and_the_others_go_on(engine: FakeEngine) -> None:
+    """A request that fails is kept with its status; the capture of the other questions is whole."""
+    engine.statuses[1] = 400
+    kept = Kept()
+    assert capture_scored(engine, panel(4, task="recall"), kept, model="m", wave_size=4, timeout_s=10) == 4
+    assert sorted(str(it["status"]) for it in kept) == ["200", "200", "200", "400"]
+    assert [it["error"] is None for it in kept].count(False) == 1
+
+
+def test_a_capture_in_which_every_question_failed_raises_after_its_records(engine: FakeEngine) -> None:
+    """A server that answers nothing at all is no capture; every record is written first."""
+    engine.statuses = dict.fromkeys(range(3), 500)
+    kept = Kept()
+    with pytest.raises(CaptureError, match=r"recall: found 3 of 3 requests failed"):
+        capture_scored(engine, panel(3, task="recall"), kept, model="m", wave_size=4, timeout_s=10)
+    assert len(kept) == 3
 
 
 def test_a_wave_has_at_least_one_request() -> None:
