@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, Hashed, Tree, canonical, parse, sha256
+from pytest_kvqual.audit.files import DamagedError, Hashed, Tree, canonical, parse, sha256
 from pytest_kvqual.audit.receipts import Scope, place_of, scope_of
 from pytest_kvqual.audit.shapes import NAME, digest, get, integer, table, text
 
@@ -124,7 +124,7 @@ def _read(tree: Tree, attempt: Attempt, wanted: set[str], prefix: str, report: R
     try:
         head, manifest = tree.read(*path, ATTEMPT), tree.read(*path, MANIFEST)
     except FileNotFoundError:
-        raise Damaged(f"found no {ATTEMPT} or no {MANIFEST}, expected both") from None
+        raise DamagedError(f"found no {ATTEMPT} or no {MANIFEST}, expected both") from None
     with report.reading(2, f"{where}/{ATTEMPT}"):
         _head(head, attempt, prefix, f"{where}/{ATTEMPT}", report)
     entries = _manifest(manifest, sha256(head), f"{where}/{MANIFEST}", report)
@@ -140,7 +140,7 @@ def _read(tree: Tree, attempt: Attempt, wanted: set[str], prefix: str, report: R
             if found != (stated, size):
                 what = "sha256 " + found[0] if found[0] != stated else f"{found[1]} bytes"
                 expected = stated if found[0] != stated else f"{size} bytes"
-                raise Damaged(f"found {what}, expected {expected}, as the manifest says")
+                raise DamagedError(f"found {what}, expected {expected}, as the manifest says")
             attempt.intact.add(name)
     loose = [name for name in names if name not in entries and name not in _OWN]
     if loose:
@@ -176,7 +176,7 @@ def _sealed(data: bytes, known: tuple[str, ...], where: str, report: Report) -> 
     stated = digest(document, "sha256", "document")
     found = sha256(canonical({key: value for key, value in document.items() if key != "sha256"}))
     if found != stated:
-        raise Damaged(f"found content of sha256 {found}, expected {stated}")
+        raise DamagedError(f"found content of sha256 {found}, expected {stated}")
     if canonical(document) + b"\n" != data:
         report.find(1, where, "found bytes that are not the canonical form of their content")
     report.look(3)
@@ -203,9 +203,9 @@ def _manifest(data: bytes, previous: str, where: str, report: Report) -> dict[st
                 report.find(1, place, "found bytes that are not the canonical form of their content")
             name = text(entry, "name", "line")
             if not NAME.fullmatch(name) or name in _OWN:
-                raise Damaged(f"found the name {name!r}, expected one that evidence has")
+                raise DamagedError(f"found the name {name!r}, expected one that evidence has")
             if name in entries:
-                raise Damaged(f"found {name!r} again, expected each file once")
+                raise DamagedError(f"found {name!r} again, expected each file once")
             entries[name] = (integer(entry, "bytes", "line"), digest(entry, "sha256", "line"))
         previous = sha256(line)
     return entries
@@ -215,7 +215,7 @@ def _file(tree: Tree, path: tuple[str, ...], name: str, keep: Attempt | None, re
     """The digest and the size of a sealed file; what is to be kept of it goes into ``keep``."""
     where = f"{'/'.join(path)}/{name}"
     if tree.kind(*path, name) == "none":
-        raise Damaged("found no file, expected what the manifest says")
+        raise DamagedError("found no file, expected what the manifest says")
     with tree.open(*path, name) as file:
         hashed = Hashed(file)
         if keep is not None and name.endswith(".jsonl"):

@@ -14,13 +14,13 @@ from pytest_kvqual.audit import frozen as study
 from pytest_kvqual.audit import gsm8k, rederive, settings, timing
 from pytest_kvqual.audit import receipts as stored
 from pytest_kvqual.audit.checks import CHECKS, Report
-from pytest_kvqual.audit.files import Damaged, Tree
+from pytest_kvqual.audit.files import DamagedError, Tree
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.receipts import Folder, Receipt, Scope
 from pytest_kvqual.audit.rederive import QUALITY, GateResult, Records
 
 
-class Unusable(Exception):
+class UnusableError(Exception):
     """There is nothing here that could be audited, or it is not said what. One line."""
 
 
@@ -84,13 +84,13 @@ def audit(options: Options) -> Result:
     """Audit a run directory.
 
     Raises:
-        Unusable: It cannot be read, holds no run, or holds several and it is not said which.
+        UnusableError: It cannot be read, holds no run, or holds several and it is not said which.
     """
     try:
         tree = Tree(options.run_dir)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise Unusable(f"{options.run_dir}: cannot be read: {reason}") from None
+        raise UnusableError(f"{options.run_dir}: cannot be read: {reason}") from None
     try:
         return _audit(tree, options)
     finally:
@@ -101,7 +101,7 @@ def _audit(tree: Tree, options: Options) -> Result:
     report = Report()
     kinds = {name: tree.kind(name) for name in (stored.FOLDER, evidence.FOLDER, study.FOLDER)}
     if kinds[stored.FOLDER] == kinds[evidence.FOLDER] == "none":
-        raise Unusable(f"{options.run_dir}: found neither receipts nor evidence, expected a run directory")
+        raise UnusableError(f"{options.run_dir}: found neither receipts nor evidence, expected a run directory")
     for name, kind in kinds.items():
         report.look(1)
         if kind not in ("folder", "none"):
@@ -145,7 +145,7 @@ def _folder(tree: Tree, options: Options, report: Report) -> Folder | None:
     """The folder of receipts to audit.
 
     Raises:
-        Unusable: There are several, and it is not said which.
+        UnusableError: There are several, and it is not said which.
     """
     found: dict[str, Folder] = {}
     names: list[str] = []
@@ -177,7 +177,7 @@ def _folder(tree: Tree, options: Options, report: Report) -> Folder | None:
     if len(found) > 1:
         found = _candidates(tree, found)
     if len(found) > 1:
-        raise Unusable(
+        raise UnusableError(
             f"{options.run_dir}: found receipts of {', '.join(found)}, expected one: give --arm, --length or "
             "--cache-bytes"
         )
@@ -278,9 +278,7 @@ def _against_the_lock(frozen: Frozen, newest: Mapping[str, Receipt], report: Rep
                 "the lock's",
             )  # fmt: skip
         if receipt.scope.arm not in frozen.arms:
-            report.find(
-                5, receipt.name, f"arm: found {receipt.scope.arm!r}, expected one of {', '.join(frozen.arms)}"
-            )
+            report.find(5, receipt.name, f"arm: found {receipt.scope.arm!r}, expected one of {', '.join(frozen.arms)}")
 
 
 def _records(
@@ -308,9 +306,7 @@ def _records(
     )
 
 
-def _gates(
-    frozen: Frozen, newest: Mapping[str, Receipt], records: Records, report: Report
-) -> list[GateResult]:
+def _gates(frozen: Frozen, newest: Mapping[str, Receipt], records: Records, report: Report) -> list[GateResult]:
     results = []
     for plan in frozen.gates:
         if plan.timing or (plan.state != "required" and plan.name not in newest):
@@ -367,4 +363,4 @@ def lines(result: Result) -> Sequence[str]:
     return found
 
 
-__all__ = ["Damaged", "Options", "Result", "Unusable", "audit", "lines"]
+__all__ = ["DamagedError", "Options", "Result", "UnusableError", "audit", "lines"]

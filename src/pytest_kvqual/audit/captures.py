@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, parse
+from pytest_kvqual.audit.files import DamagedError, parse
 from pytest_kvqual.audit.shapes import integer, items, kind, shown, table, text
 
 CLAMP: Final = -9999.0
@@ -28,6 +28,7 @@ class Responses:
         Request ids differ for the life of a process that captures; another process begins anew, so that across attempts
         the second in which the response was made must be the same as well.
         """
+        report.look(15)
         name = body.get("id")
         if not isinstance(name, str):
             report.find(15, where, f"id of the response: found {shown(name)}, expected a string")
@@ -125,11 +126,13 @@ def _forced(choice: Mapping[str, object], item: Mapping[str, object], where: str
         report.find(8, where, f"step {place}: found token {one}, expected the target {other}: no teacher was at work")
     values = items(table(choice.get("logprobs"), "logprobs"), "token_logprobs", "logprobs")
     if len(values) != len(targets):
-        raise Damaged(f"token_logprobs: found {len(values)}, expected {len(targets)}, one for each target")
+        raise DamagedError(f"token_logprobs: found {len(values)}, expected {len(targets)}, one for each target")
     for step, value in enumerate(values):
         # Step zero comes from the prefill and enters no figure; it is held to the same form.
         report.look(9)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Damaged(f"step {step}: found {kind(value)}, expected a log-probability")
+            raise DamagedError(f"step {step}: found {kind(value)}, expected a log-probability")
         if not math.isfinite(value) or not CLAMP < value <= 0:
-            raise Damaged(f"step {step}: found {value!r}, expected a log-probability above {CLAMP:g} and at most 0")
+            raise DamagedError(
+                f"step {step}: found {value!r}, expected a log-probability above {CLAMP:g} and at most 0"
+            )

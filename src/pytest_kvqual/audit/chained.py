@@ -9,10 +9,10 @@ answers follow the order in which they were asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, parse
+from pytest_kvqual.audit.files import DamagedError, parse
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.receipts import Receipt
 from pytest_kvqual.audit.shapes import integer, items, shown, table, text
@@ -20,69 +20,124 @@ from pytest_kvqual.audit.shapes import integer, items, shown, table, text
 ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
 ORACLE: Final = "oracle.json"
 DETERMINISM: Final = "determinism"
+_FILLS: Final = 3
 _RUNS: Final = ("rotated", "original-again", "natural")
+_REQUIRED: Final = ("original", "rotated", "original-again")
 
 
 def oracle(
     gate: str, receipt: Receipt, frozen: Frozen, candidate: object, null: object, null_arm: str, report: Report
-) -> bool:
-    """Hold a receipt of an oracle gate against the counts of ``oracle.json``; False where it holds none."""
+) -> None:
+    """Hold a receipt of an oracle gate against the counts of ``oracle.json``."""
     where = receipt.name
-    counted = _findings(gate, candidate, frozen.waived(receipt.scope.arm, gate), f"{ORACLE} of the arm", report)
-    control = _findings(gate, null, frozen.waived(null_arm, gate), f"{ORACLE} of {null_arm}", report)
-    seeded = _seeded(gate, candidate, frozen.waived(receipt.scope.arm, gate))
-    if not counted and not control and not seeded:
-        return False
-    passed = receipt.outcome == "PASS"
     report.look(12)
-    expected_passes = frozen.part("oracle").get("passes")
-    for name, found in (("arm", counted), ("control", control)):
-        passes = list(dict.fromkeys(place[0] for place in found))
-        if passed and isinstance(expected_passes, list) and sorted(passes) != sorted(map(str, expected_passes)):
-            report.find(12, where, f"passes of the {name}: found {passes}, expected {expected_passes} under PASS")
-        total = sum(found.values())
-        if passed and total:
-            report.find(12, where, f"{gate}: found {total} findings of the {name}, expected none under PASS")
-    stored = receipt.details.get("ranks")
+    waived = frozen.waived(receipt.scope.arm, gate)
+    sections = {
+        "arm": _sections(gate, candidate, waived),
+        "control": _sections(gate, null, frozen.waived(null_arm, gate)),
+    }
+    if receipt.outcome == "PASS":
+        asked = frozen.part("oracle").get("passes")
+        for name, found in sections.items():
+            passes = sorted({place[0] for place in found})
+            if not isinstance(asked, list) or passes != sorted(map(str, asked)):
+                report.find(12, where, f"passes of the {name}: found {passes}, expected {asked} under PASS")
+            total = sum(numbers["findings_total"] for numbers in found.values())
+            if total:
+                report.find(12, where, f"{gate}: found {total} findings of the {name}, expected none under PASS")
+        for what, stored, name in (("figure", receipt.figure, "arm"), ("null", receipt.null_figure, "control")):
+            expected = _words(gate, list(sections[name].values()))
+            if stored != expected:
+                report.find(12, where, f"{what}: found {stored!r}, expected {expected!r}, from {ORACLE}")
+    for key, name in (("ranks", "arm"), ("null_ranks", "control")):
+        _stored_numbers(receipt, key, sections[name], report)
+    _stored_poison(receipt, _seeded(gate, candidate, waived), report)
+
+
+def _stored_numbers(
+    receipt: Receipt, key: str, sections: Mapping[tuple[str, object], Mapping[str, Any]], report: Report
+) -> None:
+    stored = receipt.details.get(key)
+    places = set()
     for entry in stored if isinstance(stored, list) else []:
-        if isinstance(entry, dict) and "findings_total" in entry:
-            place = (str(entry.get("pass")), entry.get("rank"))
-            if counted.get(place) != entry["findings_total"]:
+        numbers = table(entry, f"details.{key}")
+        place = (str(numbers.get("pass")), numbers.get("rank"))
+        places.add(place)
+        counted = sections.get(place, {})
+        for name, value in numbers.items():
+            if name in ("pass", "rank"):
+                continue
+            if name not in counted or counted[name] != value:
                 report.find(
-                    12, where, f"details.ranks, pass {place[0]}, rank {place[1]}: found "
-                    f"{shown(entry['findings_total'])} findings, expected {counted.get(place)}, as in {ORACLE}",
+                    12, receipt.name, f"details.{key}, pass {place[0]}, rank {place[1]}, {name}: found {shown(value)}, "
+                    f"expected {shown(counted.get(name))}, as in {ORACLE}",
                 )  # fmt: skip
+    if receipt.outcome == "PASS" and places != set(sections):
+        report.find(12, receipt.name, f"details.{key}: found {len(places)} passes and ranks, expected {len(sections)}")
+
+
+def _stored_poison(receipt: Receipt, seeded: Mapping[str, int], report: Report) -> None:
     said = {fault: caught for fault, caught, _ in receipt.poison}
-    for fault, count in seeded.items():
+    for fault in sorted(set(said) | set(seeded)):
         if fault not in said:
-            report.find(12, where, f"poison: found no {fault!r}, expected it: {ORACLE} has it")
-        elif said[fault] is not (count > 0):
+            report.find(12, receipt.name, f"poison: found no {fault!r}, expected it: {ORACLE} has it")
+        elif fault not in seeded:
+            if said[fault]:
+                report.find(12, receipt.name, f"poison {fault!r}: found it caught, expected its records in {ORACLE}")
+        elif said[fault] is not (seeded[fault] > 0):
             report.find(
-                12, where, f"poison {fault!r}: found caught {said[fault]}, expected {count > 0} with {count} findings"
-            )
-    for fault, caught in said.items():
-        if caught and fault not in seeded:
-            report.find(12, where, f"poison {fault!r}: found it caught, expected its records in {ORACLE}")
-    return True
+                12, receipt.name, f"poison {fault!r}: found caught {said[fault]}, expected {seeded[fault] > 0}: its "
+                f"records have {seeded[fault]} findings",
+            )  # fmt: skip
 
 
-def _findings(
-    gate: str, document: object, waived: set[str], where: str, report: Report
-) -> dict[tuple[str, object], int]:
-    """The findings that are not waived, by pass and rank."""
-    found: dict[tuple[str, object], int] = {}
+def _words(gate: str, sections: list[dict[str, Any]]) -> str:
+    """The figure of an oracle gate over all passes and ranks."""
+
+    def total(key: str) -> int:
+        return sum(one[key] for one in sections if isinstance(one.get(key), int))
+
+    findings = total("findings_total")
+    if gate == "stale-maps":
+        compared, changed = total("tables_compared"), total("maps_changed")
+        return f"{compared} maps compared, {changed} changed from the step before, {findings} findings"
+    if gate == "routing":
+        return f"{total('cells_checked')} cells checked, {findings} findings"
+    if gate == "shifted-outputs":
+        return f"{total('rows_checked')} rows checked, {findings} are another row's"
+    if gate == "placement":
+        ratios = [one["worst_ratio"] for one in sections if isinstance(one.get("worst_ratio"), int | float)]
+        worst = f"{max(ratios):.3g}" if ratios and len(ratios) == len(sections) else "unknown"
+        return f"{total('rows_checked')} rows checked, worst error {worst} of its tolerance"
+    rows, cells = total("rows_compared"), total("cells_filled")
+    return f"{rows} rows compared under {_FILLS} fills of {cells} cells, {findings} findings"
+
+
+def _sections(gate: str, document: object, waived: set[str]) -> dict[tuple[str, object], dict[str, Any]]:
+    """The numbers of a gate by pass and rank; ``findings_total`` without the waived ones."""
+    found: dict[tuple[str, object], dict[str, Any]] = {}
     if document is None:
         return found
-    outer = table(document, where)
-    for value in items(outer, "passes", where):
-        one = table(value, where)
-        name = text(one, "name", where)
-        for record in items(one, "records", f"{where}, pass {name}"):
-            rank = table(record, f"{where}, pass {name}")
-            at = f"{where}, pass {name}, rank {shown(rank.get('rank'))}"
-            found[(name, rank.get("rank"))] = _open(table(rank.get(gate), at), waived, at)
-            if integer(rank, "steps", at) < 1:
-                report.find(12, where, f"{at}: found no step, expected at least one")
+    outer = table(document, ORACLE)
+    for value in items(outer, "passes", ORACLE):
+        one = table(value, ORACLE)
+        name = text(one, "name", ORACLE)
+        for record in items(one, "records", f"{ORACLE}, pass {name}"):
+            rank = table(record, f"{ORACLE}, pass {name}")
+            at = f"{ORACLE}, pass {name}, rank {shown(rank.get('rank'))}"
+            place = (name, integer(rank, "rank", at))
+            if place in found:
+                raise DamagedError(f"{at}: found it twice, expected once")
+            steps = integer(rank, "steps", at, minimum=1)
+            section = table(rank.get(gate), at)
+            numbers: dict[str, Any] = {"steps": steps}
+            numbers |= {key: it for key, it in section.items() if not isinstance(it, dict | list)}
+            numbers["findings_total"] = _open(section, waived, at)
+            if gate == "replay":
+                rows = table(section.get("rows_compared"), at)
+                numbers["rows_compared"] = min(integer(rows, fill, at) for fill in rows) if rows else 0
+                numbers["fills"] = rank.get("fills")
+            found[place] = numbers
     return found
 
 
@@ -90,9 +145,9 @@ def _open(section: Mapping[str, object], waived: set[str], where: str) -> int:
     kinds = table(section.get("kinds"), where)
     total = integer(section, "findings_total", where)
     if sum(integer(kinds, kind, where) for kind in kinds) != total:
-        raise Damaged(f"{where}: found findings_total {total}, expected the sum of its kinds")
+        raise DamagedError(f"{where}: found findings_total {total}, expected the sum of its kinds")
     if len(items(section, "findings", where)) > total:
-        raise Damaged(f"{where}: found findings_total {total}, expected at least the findings that are listed")
+        raise DamagedError(f"{where}: found findings_total {total}, expected at least the findings that are listed")
     return sum(integer(kinds, kind, where) for kind in kinds if kind not in waived)
 
 
@@ -107,7 +162,7 @@ def _seeded(gate: str, document: object, waived: set[str]) -> dict[str, int]:
         fault = text(entry, "fault", f"{ORACLE}, poison")
         where = f"{ORACLE}, poison {fault!r}"
         if fault in found:
-            raise Damaged(f"{where}: found it twice, expected once")
+            raise DamagedError(f"{where}: found it twice, expected once")
         found[fault] = sum(
             _open(table(table(record, where).get(gate), where), waived, where)
             for record in items(entry, "records", where)
@@ -117,13 +172,11 @@ def _seeded(gate: str, document: object, waived: set[str]) -> dict[str, int]:
 
 def determinism(
     receipt: Receipt, frozen: Frozen, candidate: object, null: object, poison: Mapping[str, object], report: Report
-) -> bool:
-    """Hold a receipt of determinism against the answers that were kept; False where there are none."""
+) -> None:
+    """Hold a receipt of determinism against the answers that were kept."""
     where = receipt.name
     runs = _answers(candidate)
     control = _answers(null)
-    if not runs and not control:
-        return False
     report.look(12)
     figure = _figure(runs)
     if receipt.outcome == "PASS":
@@ -131,6 +184,9 @@ def determinism(
         if stored != figure:
             report.find(12, where, f"figure: found {stored!r}, expected {figure!r}")
         for name, found in (("arm", runs), ("control", control)):
+            lacking = [run for run in _REQUIRED if not found.get(run)]
+            if lacking:
+                report.find(12, where, f"runs of the {name}: found none of {lacking}, expected {list(_REQUIRED)}")
             differ = _breaks(frozen, found)
             if differ:
                 report.find(12, where, f"the {name}'s answers: found {differ}, expected none under PASS")
@@ -141,7 +197,9 @@ def determinism(
         caught = bool(_breaks(frozen, _answers(records)))
         if said.get(fault) is not caught:
             report.find(12, where, f"poison {fault!r}: found caught {said.get(fault)}, expected {caught}")
-    return True
+    for fault in said:
+        if fault not in poison:
+            report.find(12, where, f"poison {fault!r}: found it in the receipt alone, expected its records")
 
 
 def _answers(records: object) -> dict[str, dict[str, list[object]]]:
@@ -150,15 +208,13 @@ def _answers(records: object) -> dict[str, dict[str, list[object]]]:
     for place, record in enumerate(records if isinstance(records, list) else []):
         where = f"determinism, record {place + 1}"
         outer = table(record, where)
-        if "run" not in outer:
-            return {}
         run, name = text(outer, "run", where), text(outer, "id", where)
         choices = items(table(parse(text(outer, "body", where)), where), "choices", where)
         if len(choices) != 1:
-            raise Damaged(f"{where}: found {len(choices)} choices, expected 1")
+            raise DamagedError(f"{where}: found {len(choices)} choices, expected 1")
         answers = found.setdefault(run, {})
         if name in answers:
-            raise Damaged(f"{where}: found {name!r} twice in the run {run}, expected once")
+            raise DamagedError(f"{where}: found {name!r} twice in the run {run}, expected once")
         answers[name] = items(table(choices[0], where), "token_ids", where)
     return found
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from pytest_kvqual.audit.files import Damaged, one_line
+from pytest_kvqual.audit.files import DamagedError, one_line
 
 CHECKS: Final[Mapping[int, str]] = MappingProxyType(
     {
@@ -112,7 +112,7 @@ class Report:
         """Turn whatever damaged content does to the reader into a finding: the audit never ends in a traceback."""
         try:
             yield
-        except Damaged as error:
+        except DamagedError as error:
             self.find(check, where, str(error))
         except OSError as error:
             self.find(check, where, f"cannot be read: {error.strerror or type(error).__name__}")

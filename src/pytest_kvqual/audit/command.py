@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from pytest_kvqual.audit.auditor import Options, Unusable, audit, lines
+from pytest_kvqual.audit.auditor import Options, UnusableError, audit, lines
 from pytest_kvqual.audit.files import one_line
 from pytest_kvqual.audit.statement import build, encode
 
@@ -24,7 +24,7 @@ _PREFIX: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)?")
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, and status 2."""
-        raise Unusable(message)
+        raise UnusableError(message)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     try:
         return run(parser().parse_args(argv))
-    except Unusable as error:
+    except UnusableError as error:
         return _refused(str(error))
 
 
@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Audit, print, write the statement; the exit status."""
     try:
         if not _PREFIX.fullmatch(arguments.prefix):
-            raise Unusable(f"--prefix: found {arguments.prefix!r}, expected letters, digits, '.', '_' and '-'")
+            raise UnusableError(f"--prefix: found {arguments.prefix!r}, expected letters, digits, '.', '_' and '-'")
         if arguments.gsm8k is not None and not arguments.gsm8k.is_file():
-            raise Unusable(f"--gsm8k: found no file {arguments.gsm8k}, expected the data set as JSON lines")
+            raise UnusableError(f"--gsm8k: found no file {arguments.gsm8k}, expected the data set as JSON lines")
         result = audit(
             Options(
                 run_dir=arguments.run_dir,
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if arguments.output is not None:
             _write(arguments.output, encode(build(result)))
-    except Unusable as error:
+    except UnusableError as error:
         return _refused(str(error))
     except Exception as error:
         # Whatever bytes are there, the reader of the output gets a line and not a traceback.
@@ -108,4 +108,4 @@ def _write(path: Path, data: bytes) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise Unusable(f"--output: cannot write {path}: {error.strerror or error}") from None
+        raise UnusableError(f"--output: cannot write {path}: {error.strerror or error}") from None

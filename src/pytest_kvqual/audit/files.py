@@ -27,7 +27,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _SHOWN: Final = 600
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     """Content is not what it must be. The message is one line: what was found, what was expected."""
 
 
@@ -51,24 +51,24 @@ def parse(data: bytes | str) -> object:
     """The JSON value in ``data``, read strictly.
 
     Raises:
-        Damaged: It is no JSON, or none that this project writes.
+        DamagedError: It is no JSON, or none that this project writes.
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         return json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_float)
     except UnicodeDecodeError as error:
-        raise Damaged(f"found the byte 0x{error.object[error.start]:02x}, expected UTF-8") from None
+        raise DamagedError(f"found the byte 0x{error.object[error.start]:02x}, expected UTF-8") from None
     except RecursionError:
-        raise Damaged("found nesting beyond the parser's limit, expected JSON") from None
+        raise DamagedError("found nesting beyond the parser's limit, expected JSON") from None
     except ValueError as error:
-        raise Damaged(f"found no JSON: {error}") from None
+        raise DamagedError(f"found no JSON: {error}") from None
 
 
 def canonical(value: object) -> bytes:
     """A value read by :func:`parse` with sorted keys, without white space, in UTF-8.
 
     Raises:
-        Damaged: It cannot be written so.
+        DamagedError: It cannot be written so.
     """
     return _encode(value, None)
 
@@ -86,7 +86,7 @@ def _encode(value: object, indent: int | None) -> bytes:
         )
         return text.encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"found content that has no canonical form: {error}") from None
+        raise DamagedError(f"found content that has no canonical form: {error}") from None
 
 
 def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -95,19 +95,19 @@ def _pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise Damaged(f"found the key {key!r} twice, expected each key once")
+                raise DamagedError(f"found the key {key!r} twice, expected each key once")
             seen.add(key)
     return found
 
 
 def _constant(word: str) -> NoReturn:
-    raise Damaged(f"found {word}, expected a finite number")
+    raise DamagedError(f"found {word}, expected a finite number")
 
 
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise Damaged(f"found {text[:40]}, expected a number that float64 holds")
+        raise DamagedError(f"found {text[:40]}, expected a number that float64 holds")
     return value
 
 
@@ -130,7 +130,7 @@ class Tree:
         try:
             with self._folder(parts[:-1]) as folder:
                 mode = os.stat(parts[-1], dir_fd=folder, follow_symlinks=False).st_mode
-        except (OSError, ValueError):
+        except (DamagedError, OSError, ValueError):
             return "none"
         if stat.S_ISLNK(mode):
             return "link"
@@ -144,8 +144,8 @@ class Tree:
         Raises:
             OSError: It cannot be read, or is no folder of the tree.
         """
-        with self._folder(parts) as folder:
-            return sorted(os.listdir(folder))
+        with self._folder(parts) as folder, os.scandir(folder) as entries:
+            return sorted(entry.name for entry in entries)
 
     @contextmanager
     def open(self, *parts: str) -> Iterator[BinaryIO]:
@@ -153,14 +153,14 @@ class Tree:
 
         Raises:
             OSError: It cannot be read, or the way to it is a link.
-            Damaged: It is no regular file.
+            DamagedError: It is no regular file.
         """
         with self._folder(parts[:-1]) as folder:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(parts[-1], flags, dir_fd=folder)
         with os.fdopen(descriptor, "rb", buffering=_CHUNK) as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Damaged("found no regular file")
+                raise DamagedError("found no regular file")
             yield file
 
     def read(self, *parts: str) -> bytes:
@@ -168,12 +168,12 @@ class Tree:
 
         Raises:
             OSError: As :meth:`open`.
-            Damaged: As :meth:`open`; or it is larger than :data:`DOCUMENT_LIMIT`.
+            DamagedError: As :meth:`open`; or it is larger than :data:`DOCUMENT_LIMIT`.
         """
         with self.open(*parts) as file:
             data = file.read(DOCUMENT_LIMIT + 1)
         if len(data) > DOCUMENT_LIMIT:
-            raise Damaged(f"found more than {DOCUMENT_LIMIT} bytes, expected a document")
+            raise DamagedError(f"found more than {DOCUMENT_LIMIT} bytes, expected a document")
         return data
 
     @contextmanager
@@ -182,7 +182,7 @@ class Tree:
         try:
             for part in parts:
                 if part in ("", ".", "..") or "/" in part or "\0" in part:
-                    raise Damaged(f"found the name {part!r}, expected one of a file or folder")
+                    raise DamagedError(f"found the name {part!r}, expected one of a file or folder")
                 inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = inner
@@ -208,26 +208,26 @@ class Hashed:
         """Everything that is left.
 
         Raises:
-            Damaged: It is larger than :data:`DOCUMENT_LIMIT`.
+            DamagedError: It is larger than :data:`DOCUMENT_LIMIT`.
         """
         data = self._file.read(DOCUMENT_LIMIT + 1)
         self._take(data)
         if len(data) > DOCUMENT_LIMIT:
             self.rest()
-            raise Damaged(f"found more than {DOCUMENT_LIMIT} bytes, expected a document")
+            raise DamagedError(f"found more than {DOCUMENT_LIMIT} bytes, expected a document")
         return data
 
     def lines(self) -> Iterator[bytes]:
         """Each line with its end, the last one as it is.
 
         Raises:
-            Damaged: A line is longer than :data:`LINE_LIMIT`; the digest is still that of the whole file.
+            DamagedError: A line is longer than :data:`LINE_LIMIT`; the digest is still that of the whole file.
         """
         while line := self._file.readline(LINE_LIMIT + 1):
             self._take(line)
             if len(line) > LINE_LIMIT:
                 self.rest()
-                raise Damaged(f"found a line of more than {LINE_LIMIT} bytes, expected a record")
+                raise DamagedError(f"found a line of more than {LINE_LIMIT} bytes, expected a record")
             yield line
 
     @property

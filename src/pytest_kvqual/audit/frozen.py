@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, Tree, canonical, is_digest, parse, pretty, sha256
+from pytest_kvqual.audit.files import DamagedError, Tree, canonical, is_digest, parse, pretty, sha256
 from pytest_kvqual.audit.shapes import digest, digests, get, integer, items, shown, table, text
 
 FOLDER: Final = "study"
@@ -97,12 +97,12 @@ def read(tree: Tree, lock_sha256: str, length: int, report: Report) -> Frozen | 
         lock, files = _lock(tree, lock_sha256, report)
         contents = _files(tree, lock_sha256, files, report)
         if STUDY not in contents:
-            raise Damaged(f"found no {STUDY} as the lock has it, expected the declaration")
+            raise DamagedError(f"found no {STUDY} as the lock has it, expected the declaration")
         frozen = _declared(contents[STUDY], lock, lock_sha256, length, f"{where}/{STUDY}", report)
         for task, path in _panel_paths(frozen).items():
             with report.reading(4, f"{where}/{path}"):
                 if path not in contents:
-                    raise Damaged(f"found no such file as the lock has it, expected the {task} panel")
+                    raise DamagedError(f"found no such file as the lock has it, expected the {task} panel")
                 frozen.panels[task] = panel(parse(contents[path]), task, frozen, length, f"{where}/{path}", report)
         for arm, declared in frozen.arms.items():
             scales = declared.get("scales")
@@ -154,9 +154,9 @@ def _files(tree: Tree, lock_sha256: str, files: Mapping[str, str], report: Repor
             try:
                 data = tree.read(*root, *name.split("/"))
             except FileNotFoundError:
-                raise Damaged(f"found no such file, expected sha256 {expected}, as the lock says") from None
+                raise DamagedError(f"found no such file, expected sha256 {expected}, as the lock says") from None
             if sha256(data) != expected:
-                raise Damaged(f"found sha256 {sha256(data)}, expected {expected}, as the lock says")
+                raise DamagedError(f"found sha256 {sha256(data)}, expected {expected}, as the lock says")
             # Code is held against its digest and never used.
             if not _CODE.match(name) and not name.endswith((".py", ".so")):
                 contents[name] = data
@@ -181,7 +181,7 @@ def _declared(
     try:
         study: dict[str, object] = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise Damaged(f"{STUDY}: found no TOML: {error}") from None
+        raise DamagedError(f"{STUDY}: found no TOML: {error}") from None
     report.look(3)
     if study.get("schema") != 1:
         report.find(3, where, f"schema: found {shown(study.get('schema'))}, expected 1")
@@ -194,7 +194,7 @@ def _declared(
     arms = table(get(study, "arms", STUDY), "arms")
     lengths = table(get(study, "lengths", STUDY), "lengths")
     if str(length) not in lengths:
-        raise Damaged(f"{STUDY}: found the lengths {', '.join(lengths)}, expected {length} among them")
+        raise DamagedError(f"{STUDY}: found the lengths {', '.join(lengths)}, expected {length} among them")
     weights = table(get(table(get(study, "model", STUDY), "model"), "files", "model"), "model.files")
     if weights != lock["weights"]:
         report.find(4, where, "model.files: found others than the lock's weights, expected the same")
@@ -220,18 +220,16 @@ def _plain(path: str) -> str:
 
 
 def _panel_paths(frozen: Frozen) -> dict[str, str]:
-    named = {task: path for task, path in table(frozen.length.get("panels", {}), "panels").items()}
+    named = dict(table(frozen.length.get("panels", {}), "panels"))
     named["parity"] = frozen.part("parity").get("panel")
     return {task: _plain(path) for task, path in named.items() if isinstance(path, str)}
 
 
-def panel(
-    value: object, task: str, frozen: Frozen, length: int, where: str, report: Report
-) -> dict[str, object]:
+def panel(value: object, task: str, frozen: Frozen, length: int, where: str, report: Report) -> dict[str, object]:
     """A panel, held against what the study declares of it (checks 3, 4 and, of gsm8k's, 14).
 
     Raises:
-        Damaged: It has another form.
+        DamagedError: It has another form.
     """
     check = 14 if task == GSM8K else 4
     outer = table(value, "panel", _PANEL_KEYS)
@@ -295,18 +293,18 @@ def tokens(outer: Mapping[str, object], key: str, where: str) -> list[int]:
     """A list of token ids, at least one.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     values = items(outer, key, where)
     found = [value for value in values if type(value) is int and value >= 0]
     if not values or len(found) != len(values):
-        raise Damaged(f"{where}.{key}: found something else than token ids, expected at least one of them")
+        raise DamagedError(f"{where}.{key}: found something else than token ids, expected at least one of them")
     return found
 
 
 def _scales(data: bytes | None, frozen: Frozen, where: str, report: Report) -> list[object]:
     if data is None:
-        raise Damaged("found no such file as the lock has it, expected the scales")
+        raise DamagedError("found no such file as the lock has it, expected the scales")
     document = table(parse(data), "scales", ("schema", "v_scale"))
     report.look(3)
     if document["schema"] != 1:

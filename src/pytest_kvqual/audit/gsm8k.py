@@ -13,7 +13,7 @@ from typing import Final
 
 from pytest_kvqual.audit import answers
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, parse, sha256
+from pytest_kvqual.audit.files import DamagedError, parse, sha256
 from pytest_kvqual.audit.frozen import GSM8K
 from pytest_kvqual.audit.receipts import Receipt
 from pytest_kvqual.audit.rederive import GSM8K_PANEL, Records
@@ -28,7 +28,9 @@ def check(records: Records, newest: Mapping[str, Receipt], data_set: Path | None
     receipt = newest.get(GSM8K)
     if receipt is None or receipt.outcome == "REFUSED":
         if data_set is not None:
-            report.find(14, "--gsm8k", "found no gsm8k receipt that measured something, expected one to hold it against")
+            report.find(
+                14, "--gsm8k", "found no gsm8k receipt that measured something, expected one to hold it against"
+            )
         return
     panels: dict[str, str] = {}
     for name, digest in receipt.evidence.items():
@@ -36,13 +38,13 @@ def check(records: Records, newest: Mapping[str, Receipt], data_set: Path | None
             panels[name.removesuffix(f"/{GSM8K_PANEL}")] = digest
     report.look(14, len(panels))
     if not panels and receipt.outcome == "PASS":
-        raise Damaged(f"{receipt.name}: found no {GSM8K_PANEL} among the evidence, expected one of each arm")
+        raise DamagedError(f"{receipt.name}: found no {GSM8K_PANEL} among the evidence, expected one of each arm")
     first = next(iter(panels.items()), None)
     for name, digest in panels.items():
         if first is not None and digest != first[1]:
             report.find(
-                14, f"evidence/{name}/{GSM8K_PANEL}", f"found sha256 {digest}, expected {first[1]}, that of {first[0]}: "
-                "the arms were asked different questions",
+                14, f"evidence/{name}/{GSM8K_PANEL}", f"found sha256 {digest}, expected {first[1]}, that of "
+                f"{first[0]}: the arms were asked different questions",
             )  # fmt: skip
     if first is None or first[0] not in records.attempts:
         return
@@ -61,7 +63,7 @@ def check(records: Records, newest: Mapping[str, Receipt], data_set: Path | None
 def _against(panel: Mapping[str, object], data_set: Path, expected: object, where: str, report: Report) -> None:
     data = data_set.read_bytes()
     if sha256(data) != expected:
-        raise Damaged(f"--gsm8k: found sha256 {sha256(data)}, expected {shown(expected)}, the study's")
+        raise DamagedError(f"--gsm8k: found sha256 {sha256(data)}, expected {shown(expected)}, the study's")
     lines = [line for line in data.split(b"\n") if line.strip()]
     asked = items(panel, "items", "panel")
     if len(asked) > len(lines):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, Tree, canonical, parse, pretty, sha256
+from pytest_kvqual.audit.files import DamagedError, Tree, canonical, parse, pretty, sha256
 from pytest_kvqual.audit.frozen import Gate
 from pytest_kvqual.audit.shapes import NAME, digest, digests, get, integer, items, name, strings, table, text
 
@@ -85,7 +85,7 @@ def scope_of(value: object, where: str) -> Scope:
     """The scope in a document.
 
     Raises:
-        Damaged: It has another form.
+        DamagedError: It has another form.
     """
     outer = table(value, where, _SCOPE)
     return Scope(
@@ -143,16 +143,14 @@ def read_folder(tree: Tree, folder: str, report: Report) -> Folder:
                     "and without a gap",
                 )
                 break
-    return Folder(
-        name=folder, receipts=tuple(found), numbers={gate: tuple(sorted(of)) for gate, of in numbers.items()}
-    )
+    return Folder(name=folder, receipts=tuple(found), numbers={gate: tuple(sorted(of)) for gate, of in numbers.items()})
 
 
 def read_receipt(data: bytes, where: str, report: Report) -> Receipt:
     """The receipt in ``data``; contradictions within it are findings.
 
     Raises:
-        Damaged: It has another form, or is not as it was written.
+        DamagedError: It has another form, or is not as it was written.
     """
     document = parse(data)
     outer = table(document, "statement", ("_type", "subject", "predicateType", "predicate"))
@@ -164,7 +162,7 @@ def read_receipt(data: bytes, where: str, report: Report) -> Receipt:
     bare = {**outer, "predicate": {key: value for key, value in predicate.items() if key != "content"}}
     content = sha256(canonical(bare))
     if content != stated:
-        raise Damaged(f"found content of sha256 {content}, expected {stated}: it was changed after it was written")
+        raise DamagedError(f"found content of sha256 {content}, expected {stated}: it was changed after it was written")
     if pretty(document) != data:
         report.find(1, where, "found bytes in another form than receipts are written in")
     gate = table(get(predicate, "gate", "predicate"), "gate", ("name", "order"))
@@ -199,19 +197,19 @@ def _fault(value: object) -> tuple[str, bool, str]:
     outer = table(value, "poison.faults", ("fault", "caught", "figure"))
     caught = outer["caught"]
     if not isinstance(caught, bool):
-        raise Damaged(f"poison.faults.caught: found {caught!r}, expected a boolean")
+        raise DamagedError(f"poison.faults.caught: found {caught!r}, expected a boolean")
     return text(outer, "fault", "poison.faults"), caught, text(outer, "figure", "poison.faults")
 
 
 def _descriptors(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, list):
-        raise Damaged(f"{where}: found no list, expected one")
+        raise DamagedError(f"{where}: found no list, expected one")
     found: dict[str, str] = {}
     for item in value:
         entry = table(item, where, ("name", "digest"))
         key = text(entry, "name", where)
         if key in found:
-            raise Damaged(f"{where}: found {key!r} twice, expected each name once")
+            raise DamagedError(f"{where}: found {key!r} twice, expected each name once")
         found[key] = digest(table(entry["digest"], where, ("sha256",)), "sha256", where)
     return found
 
@@ -296,8 +294,6 @@ def _rests_on(receipt: Receipt, gate: str, above: Receipt | None, report: Report
     elif above is None:
         report.find(6, receipt.name, f"requires: found the receipt {rests_on} of {gate!r}, expected it here")
     elif rests_on != above.sha256:
-        report.find(
-            6, receipt.name, f"requires: found {rests_on} of {gate!r}, expected {above.sha256} of {above.name}"
-        )
+        report.find(6, receipt.name, f"requires: found {rests_on} of {gate!r}, expected {above.sha256} of {above.name}")
     elif above.outcome != "PASS":
         report.find(6, receipt.name, f"requires: found {above.name}, which says {above.outcome}, expected PASS")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pytest_kvqual.audit import captures, chained, figures, frozen
+from pytest_kvqual.audit import captures, chained, figures, frozen, observed
 from pytest_kvqual.audit.attempts import SERVER_LOG, Attempt
 from pytest_kvqual.audit.captures import Responses
 from pytest_kvqual.audit.checks import Report
@@ -32,7 +32,7 @@ class GateResult:
     """What the audit says of one gate.
 
     ``stored`` and ``figure`` are the receipt's. ``derived`` is the outcome that follows from the records, empty where
-    none follows. ``how``: ``re-derived``; ``chained, figure re-derived``; ``chained``; or why it is neither.
+    none follows. ``how``: ``re-derived``; ``chained`` and what of it was computed again; or why it is neither.
     """
 
     gate: str
@@ -108,9 +108,7 @@ def check_evidence(records: Records, receipt: Receipt, report: Report) -> None:
         elif match[3] not in attempt.sealed:
             report.find(7, receipt.name, f"evidence {name}: found no such sealed file, expected sha256 {digest}")
         elif attempt.sealed[match[3]] != digest:
-            report.find(
-                7, receipt.name, f"evidence {name}: found sha256 {attempt.sealed[match[3]]}, expected {digest}"
-            )
+            report.find(7, receipt.name, f"evidence {name}: found sha256 {attempt.sealed[match[3]]}, expected {digest}")
         elif match[3] not in attempt.intact:
             report.find(7, receipt.name, f"evidence {name}: found other bytes than were sealed")
         else:
@@ -197,7 +195,7 @@ def _needed_of_controls(records: Records, gate: str) -> dict[str, list[str]]:
     panel = [GSM8K_PANEL] if gate == GSM8K else []
     null = {
         "identity": [],
-        **dict.fromkeys(chained.ORACLE_GATES, [chained.ORACLE]),
+        **{name: [chained.ORACLE] for name in chained.ORACLE_GATES},
         chained.DETERMINISM: ["determinism.jsonl", "determinism-inputs.json", "order-comparison.json"],
         "parity": ["parity.jsonl", "parity-reverse.jsonl"],
         **{name: [f"{name}.jsonl", f"{name}-again.jsonl"] for name in QUALITY},
@@ -225,9 +223,10 @@ class _Evidence:
         for name in self.receipt.evidence:
             match = _NAME.fullmatch(name)
             attempt = self.records.attempts.get(f"{match[1]}/attempt-{match[2]}") if match is not None else None
-            if attempt is not None and attempt.bundle == self.records.bundles.get(arm):
-                if self.records.own(attempt) is own:
-                    return attempt
+            if attempt is None or attempt.bundle != self.records.bundles.get(arm):
+                continue
+            if self.records.own(attempt) is own:
+                return attempt
         return None
 
     def kept(self, attempt: Attempt | None, name: str) -> object:
@@ -263,25 +262,33 @@ def check_gate(records: Records, receipt: Receipt, result: GateResult, report: R
     result.how = "chained"
     own = evidence.attempt(records.arm, own=True)
     null = evidence.attempt(records.null_arm, own=False)
-    if receipt.gate in chained.ORACLE_GATES:
-        with report.reading(12, receipt.name):
-            if chained.oracle(
+    with report.reading(12, receipt.name):
+        if receipt.gate == "identity":
+            observed.identity(
+                receipt, records.frozen, evidence.kept(own, IDENTITY), evidence.kept(null, IDENTITY),
+                evidence.kept(own, IDENTITY_POISON), records.null_arm, report,
+            )  # fmt: skip
+            result.how = "chained, weights and scales compared again"
+        elif receipt.gate == "dispatch":
+            observed.dispatch(
+                receipt, records.frozen, evidence.kept(own, "dispatch.json"), evidence.kept(null, "dispatch.json"),
+                records.null_arm, report,
+            )  # fmt: skip
+            result.how = "chained, kernels compared again"
+        elif receipt.gate in chained.ORACLE_GATES:
+            chained.oracle(
                 receipt.gate, receipt, records.frozen, evidence.kept(own, chained.ORACLE),
                 evidence.kept(null, chained.ORACLE), records.null_arm, report,
-            ):  # fmt: skip
-                result.how = "chained, figure re-derived"
-    elif receipt.gate == chained.DETERMINISM:
-        with report.reading(12, receipt.name):
-            if chained.determinism(
+            )  # fmt: skip
+            result.how = "chained, counts added up again"
+        elif receipt.gate == chained.DETERMINISM:
+            chained.determinism(
                 receipt, records.frozen, evidence.capture(own, "determinism.jsonl"),
                 evidence.capture(null, "determinism.jsonl"), evidence.poison(own, chained.DETERMINISM), report,
-            ):  # fmt: skip
-                result.how = "chained, figure re-derived"
-    elif receipt.gate in REDERIVED:
-        with report.reading(12, receipt.name):
+            )  # fmt: skip
+            result.how = "chained, answers compared again"
+        elif receipt.gate in REDERIVED:
             _rederive(evidence, own, null, result, report)
-    if result.how == "chained":
-        report.note(f"gate {receipt.gate}: chained; what was kept does not hold what decided it")
 
 
 def _rederive(
@@ -349,9 +356,7 @@ def _panel(evidence: _Evidence, own: Attempt | None, report: Report) -> dict[str
     return None
 
 
-def _look(
-    evidence: _Evidence, own: Attempt, null: Attempt | None, panel: dict[str, object], report: Report
-) -> None:
+def _look(evidence: _Evidence, own: Attempt, null: Attempt | None, panel: dict[str, object], report: Report) -> None:
     """Checks 8, 9, 11 and 15 over every capture that the receipt rests on."""
     gate, records = evidence.receipt.gate, evidence.records
     rules = records.frozen.part(gate)

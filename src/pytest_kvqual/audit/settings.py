@@ -1,7 +1,8 @@
-"""What the engines really ran with, as far as the records show it (checks 5 and 13; ``checks.py`` says what they show).
+"""What the engines really ran with, as far as the records show it (checks 5 and 13).
 
-Three sources are held against the study and against each other: ``identity.json`` (what each worker observed of itself),
-the arguments that the server printed, and those that the in-process reference was given.
+Three sources are held against the study and against each other: ``identity.json`` (what each worker observed of
+itself), the arguments that the server printed, and those that the in-process reference was given. ``checks.py`` says
+what they cannot show.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 
 from pytest_kvqual.audit.attempts import SERVER_LOG, Attempt
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import Damaged, parse
+from pytest_kvqual.audit.files import DamagedError, parse
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.shapes import integer, items, kind, shown, table, text
 
@@ -53,7 +54,7 @@ def _observed(frozen: Frozen, attempt: Attempt, report: Report) -> None:
         if outer.get("schema") != 1:
             report.find(3, where, f"schema: found {shown(outer.get('schema'))}, expected 1")
         if declared is None:
-            raise Damaged(f"found the arm {arm!r}, expected one of {', '.join(frozen.arms)}")
+            raise DamagedError(f"found the arm {arm!r}, expected one of {', '.join(frozen.arms)}")
         if outer.get("arm") != arm:
             report.find(13, where, f"arm: found {shown(outer.get('arm'))}, expected {arm!r}")
         ranks = items(outer, "ranks", "identity")
@@ -97,15 +98,18 @@ def _rank(
             13, where, f"{at}.pool_bytes: found {shown(rank['pool_bytes'])}, expected at most {scope.cache_bytes}"
         )
     engine = frozen.part("engine")
-    for entry in rank["distributions"] if isinstance(rank.get("distributions"), list) else []:
-        if isinstance(entry, dict) and entry.get("name") == engine.get("distribution"):
-            if entry.get("version") != engine.get("version"):
-                report.find(
-                    13, where,
-                    f"{at}: found {shown(entry.get('name'))} {shown(entry.get('version'))}, expected "
-                    f"{shown(engine.get('version'))}",
-                )  # fmt: skip
-        if isinstance(entry, dict) and entry.get("mismatched"):
+    distributions = rank.get("distributions")
+    for entry in distributions if isinstance(distributions, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        if entry.get("name") == engine.get("distribution") and entry.get("version") != engine.get("version"):
+            report.find(
+                13,
+                where,
+                f"{at}: found {shown(entry.get('name'))} {shown(entry.get('version'))}, expected "
+                f"{shown(engine.get('version'))}",
+            )
+        if entry.get("mismatched"):
             report.find(13, where, f"{at}: found altered files of {shown(entry.get('name'))}, expected none")
 
 
@@ -280,7 +284,7 @@ def _normal(value: object) -> object:
     if isinstance(value, str):
         try:
             return parse(value)
-        except Damaged:
+        except DamagedError:
             return value
     if isinstance(value, list) and len(value) == 1:
         return _normal(value[0])

@@ -1,11 +1,11 @@
-"""Taking values out of documents that may hold anything: the value of the expected type, or :class:`Damaged`."""
+"""Taking values out of documents that may hold anything: the value of the expected type, or :class:`DamagedError`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 
-from pytest_kvqual.audit.files import Damaged, is_digest
+from pytest_kvqual.audit.files import DamagedError, is_digest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """The name of an arm, a gate, a prefix, a folder or a file of evidence."""
@@ -15,18 +15,18 @@ def table(value: object, where: str, keys: Iterable[str] | None = None) -> dict[
     """A JSON object; with ``keys``, of exactly these keys.
 
     Raises:
-        Damaged: It is none, or a key is missing or unknown.
+        DamagedError: It is none, or a key is missing or unknown.
     """
     if not isinstance(value, dict):
-        raise Damaged(f"{where}: found {kind(value)}, expected a table")
+        raise DamagedError(f"{where}: found {kind(value)}, expected a table")
     if keys is not None:
         expected = set(keys)
         for key in value:
             if key not in expected:
-                raise Damaged(f"{where}: found the unknown key {key!r}, expected {', '.join(sorted(expected))}")
+                raise DamagedError(f"{where}: found the unknown key {key!r}, expected {', '.join(sorted(expected))}")
         for key in sorted(expected):
             if key not in value:
-                raise Damaged(f"{where}: found no key {key!r}, expected one")
+                raise DamagedError(f"{where}: found no key {key!r}, expected one")
     return value
 
 
@@ -34,10 +34,10 @@ def get(outer: Mapping[str, object], key: str, where: str) -> object:
     """The value of a key.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     if key not in outer:
-        raise Damaged(f"{where}: found no key {key!r}, expected one")
+        raise DamagedError(f"{where}: found no key {key!r}, expected one")
     return outer[key]
 
 
@@ -45,11 +45,11 @@ def text(outer: Mapping[str, object], key: str, where: str) -> str:
     """A string.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     value = get(outer, key, where)
     if not isinstance(value, str):
-        raise Damaged(f"{where}.{key}: found {kind(value)}, expected a string")
+        raise DamagedError(f"{where}.{key}: found {kind(value)}, expected a string")
     return value
 
 
@@ -57,11 +57,11 @@ def name(outer: Mapping[str, object], key: str, where: str) -> str:
     """A string of the form :data:`NAME`.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     value = text(outer, key, where)
     if not NAME.fullmatch(value):
-        raise Damaged(f"{where}.{key}: found {value!r}, expected letters, digits, '.', '_' and '-'")
+        raise DamagedError(f"{where}.{key}: found {value!r}, expected letters, digits, '.', '_' and '-'")
     return value
 
 
@@ -69,11 +69,11 @@ def integer(outer: Mapping[str, object], key: str, where: str, *, minimum: int =
     """An integer of at least ``minimum``.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     value = get(outer, key, where)
     if type(value) is not int or value < minimum:
-        raise Damaged(f"{where}.{key}: found {shown(value)}, expected an integer of at least {minimum}")
+        raise DamagedError(f"{where}.{key}: found {shown(value)}, expected an integer of at least {minimum}")
     return value
 
 
@@ -81,11 +81,11 @@ def digest(outer: Mapping[str, object], key: str, where: str) -> str:
     """A SHA-256 in hexadecimal.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     value = get(outer, key, where)
     if not isinstance(value, str) or not is_digest(value):
-        raise Damaged(f"{where}.{key}: found {shown(value)}, expected a SHA-256 of 64 lower-case hex digits")
+        raise DamagedError(f"{where}.{key}: found {shown(value)}, expected a SHA-256 of 64 lower-case hex digits")
     return value
 
 
@@ -93,7 +93,7 @@ def digests(value: object, where: str) -> dict[str, str]:
     """A table of names and SHA-256.
 
     Raises:
-        Damaged: It is none.
+        DamagedError: It is none.
     """
     outer = table(value, where)
     return {key: digest(outer, key, where) for key in outer}
@@ -103,20 +103,25 @@ def strings(outer: Mapping[str, object], key: str, where: str) -> list[str]:
     """A list of strings.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
-    return [item for item in items(outer, key, where) if isinstance(item, str) or _refuse(item, where, key)]
+    found: list[str] = []
+    for item in items(outer, key, where):
+        if not isinstance(item, str):
+            raise DamagedError(f"{where}.{key}: found {kind(item)}, expected a string")
+        found.append(item)
+    return found
 
 
 def items(outer: Mapping[str, object], key: str, where: str) -> list[object]:
     """A list.
 
     Raises:
-        Damaged: There is none.
+        DamagedError: There is none.
     """
     value = get(outer, key, where)
     if not isinstance(value, list):
-        raise Damaged(f"{where}.{key}: found {kind(value)}, expected a list")
+        raise DamagedError(f"{where}.{key}: found {kind(value)}, expected a list")
     return value
 
 
@@ -129,7 +134,3 @@ def kind(value: object) -> str:
 def shown(value: object) -> str:
     """A scalar as it stands, anything else by its type; of bounded length."""
     return kind(value) if isinstance(value, dict | list) else repr(value)[:120]
-
-
-def _refuse(value: object, where: str, key: str) -> bool:
-    raise Damaged(f"{where}.{key}: found {kind(value)}, expected a string")

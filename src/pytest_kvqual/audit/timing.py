@@ -15,9 +15,7 @@ _RECORDS: Final = re.compile(r"(timing|trial|superiority)([._-].*)?\.jsonl?")
 """The names of what a timing gate captures."""
 
 
-def check(
-    records: Records, newest: Mapping[str, Receipt], gates: Sequence[GateResult], report: Report
-) -> str:
+def check(records: Records, newest: Mapping[str, Receipt], gates: Sequence[GateResult], report: Report) -> str:
     """Hold timing receipts and timing records against the gates above; returns ``allowed``, or ``refused`` and why."""
     frozen = records.frozen
     stands = {gate.gate: gate.stands for gate in gates}
@@ -43,7 +41,9 @@ def check(
     for attempt in records.attempts.values():
         for name in attempt.sealed:
             if _RECORDS.fullmatch(name) and refused:
-                report.find(16, f"evidence/{attempt.name}/{name}", f"found timing records, expected none: {_why(open_gates)}")
+                report.find(
+                    16, f"evidence/{attempt.name}/{name}", f"found timing records, expected none: {_why(open_gates)}"
+                )
     if open_gates:
         planned = {plan.name for plan in frozen.gates if plan.state != "required"}
         named = ", ".join(f"{name} ({'planned' if name in planned else 'does not stand'})" for name in open_gates)
@@ -55,9 +55,7 @@ def _why(open_gates: Sequence[str]) -> str:
     return f"{', '.join(open_gates)} above it does not stand" if open_gates else "the records above it do not hold"
 
 
-def _judgments(
-    records: Records, gate: str, receipt: Receipt, newest: Mapping[str, Receipt], report: Report
-) -> None:
+def _judgments(records: Records, gate: str, receipt: Receipt, newest: Mapping[str, Receipt], report: Report) -> None:
     """Each timing record carries the digest of the receipts that it was measured under."""
     scope = receipt.scope
     document = {
@@ -82,6 +80,8 @@ def _judgments(
         for number, record in enumerate(kept if isinstance(kept, list) else [], start=1):
             if isinstance(record, dict) and "judgment" in record and record["judgment"] != expected:
                 report.find(
-                    16, f"evidence/{name}, record {number}", f"judgment: found {record['judgment']!r}, expected {expected}"
+                    16,
+                    f"evidence/{name}, record {number}",
+                    f"judgment: found {record['judgment']!r}, expected {expected}",
                 )
                 break
