@@ -1,0 +1,1 @@
+"""The independent reader of a run directory. It imports nothing of the other rooms."""
