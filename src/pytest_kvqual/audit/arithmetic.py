@@ -8,17 +8,19 @@ arithmetic says where the bound should lie, and exact tails at that point and at
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context, Decimal, localcontext
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
 
 _GRID = 1 << 53
 _DIGITS = 60
+_UNIT = 1 << 128
 
 
-class Mean(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Mean:
     """The mean of paired differences with its one-sided upper bound; all in the unit of the differences."""
 
     count: int
@@ -66,7 +68,7 @@ def most_lost(total: int, limit: float, confidence: float) -> int | None:
     level, edge = 1 - _decimal("confidence", confidence), _decimal("limit", limit)
     if total < 1:
         raise ValueError(f"total: found {total}, expected at least 1")
-    # The tails at the limit itself say which count it is; rounding up the bound can only lower it by one.
+    # The tails at the limit itself say which count it is, but for the last digit of the bound and of the limit.
     whole = edge.denominator**total
     count, tail = 0, 0
     for term in _terms(edge.numerator, edge.denominator, total):
@@ -74,43 +76,36 @@ def most_lost(total: int, limit: float, confidence: float) -> int | None:
         if tail * level.denominator > level.numerator * whole:
             break
         count += 1
-    while count < total and Fraction(loss_upper(count, total, confidence)) < edge:
+    while count < total and loss_upper(count, total, confidence) < limit:
         count += 1
-    while count >= 0 and not Fraction(loss_upper(count, total, confidence)) < edge:
+    while count >= 0 and not loss_upper(count, total, confidence) < limit:
         count -= 1
     return count if count >= 0 else None
 
 
+@lru_cache(maxsize=1024)
 def net_interval(lost: int, gained: int, total: int, confidence: float) -> tuple[int, int]:
     """The percentile interval of the paired bootstrap of ``gained - lost``, in questions.
 
-    A resample draws ``total`` questions with replacement; its net is a sum of as many draws of -1 (lost), +1 (gained)
-    and 0, whose distribution is enumerated: the coefficients of ``(lost + same x + gained x**2) ** total`` over
-    ``total ** total``. The limits are the smallest k at which P(net <= k) reaches ``(1 - confidence) / 2`` and
-    ``1 - (1 - confidence) / 2``.
+    A resample draws ``total`` questions with replacement; the numbers of lost and of gained ones in it are trinomial.
+    The limits are the smallest k at which P(net <= k) reaches ``(1 - confidence) / 2`` and ``1 - (1 - confidence) / 2``.
+    The distribution is taken in fixed point whose error is known; where that does not decide, in counts of resamples.
 
     Raises:
         ValueError: A count or the confidence is out of range.
 
     References:
-        B. Efron and R. J. Tibshirani, "An Introduction to the Bootstrap" (1993), pp. 168-177. The recurrence of the
-        coefficients: D. E. Knuth, "The Art of Computer Programming", volume 2 (1997), p. 526.
+        B. Efron and R. J. Tibshirani, "An Introduction to the Bootstrap" (1993), pp. 168-177.
     """
     if total < 1 or lost < 0 or gained < 0 or lost + gained > total:
         raise ValueError(f"net: found {lost} lost and {gained} gained of {total}, expected counts of one whole")
     outside = (1 - _decimal("confidence", confidence)) / 2
-    whole = total**total
-    limits: list[int] = []
-    below = 0
-    wanted = [outside, 1 - outside]
-    for net, weight in _net_weights(lost, gained, total):
-        below += weight
-        while wanted and below * wanted[0].denominator >= wanted[0].numerator * whole:
-            limits.append(net)
-            wanted.pop(0)
-        if not wanted:
-            break
-    return limits[0], limits[1]
+    shares = _net_shares(lost, gained, total)
+    lower, upper = (_reaches(shares, wanted) for wanted in (outside, 1 - outside))
+    if lower is None or upper is None:
+        ways = _net_ways(lost, gained, total)
+        lower, upper = (_reached(ways, wanted * total**total) for wanted in (outside, 1 - outside))
+    return lower, upper
 
 
 @lru_cache(maxsize=256)
@@ -204,10 +199,10 @@ def _within(lost: int, total: int, point: int, level: Fraction) -> bool:
     if lost <= total - lost:
         terms = _terms(point, _GRID, total)
         tail = sum(next(terms) for _ in range(lost + 1))
-        return tail * level.denominator <= level.numerator * _GRID**total
+        return bool(tail * level.denominator <= level.numerator * _GRID**total)
     terms = _terms(_GRID - point, _GRID, total)
     rest = sum(next(terms) for _ in range(total - lost))
-    return rest * level.denominator >= (level.denominator - level.numerator) * _GRID**total
+    return bool(rest * level.denominator >= (level.denominator - level.numerator) * _GRID**total)
 
 
 def _terms(above: int, below: int, total: int) -> Iterator[int]:
@@ -226,11 +221,11 @@ def _guess(lost: int, total: int, level: Fraction) -> int:
     ways = math.lgamma(total + 1) - math.lgamma(lost + 1) - math.lgamma(total - lost + 1)
     for _ in range(44):
         middle = (low + high) / 2
-        term = rest = 1.0
+        ratio = rest = 1.0
         for count in range(lost, 0, -1):
-            term *= count / (total - count + 1) * ((1 - middle) / middle)
-            rest += term
-            if term < 1e-17 * rest:
+            ratio *= count / (total - count + 1) * ((1 - middle) / middle)
+            rest += ratio
+            if ratio < 1e-17 * rest:
                 break
         logarithm = ways + lost * math.log(middle) + (total - lost) * math.log1p(-middle)
         # A sum beyond float64 is infinite, and the tail then above the level.
@@ -258,20 +253,74 @@ def _guess(lost: int, total: int, level: Fraction) -> int:
         return int((point * _GRID).to_integral_value(ROUND_CEILING))
 
 
-def _net_weights(lost: int, gained: int, total: int) -> Iterator[tuple[int, int]]:
-    """Each net change in rising order with the number of ordered resamples that have it."""
+def _reached(ways: Mapping[int, int], wanted: Fraction) -> int:
+    """The smallest net up to which there are at least ``wanted`` resamples."""
+    below = 0
+    for net in sorted(ways):
+        below += ways[net]
+        if below >= wanted:
+            return net
+    raise ValueError(f"found {below} resamples, expected at least {wanted}")
+
+
+def _net_ways(lost: int, gained: int, total: int) -> dict[int, int]:
+    """Each net change with the number of ordered resamples that have it: a sum of trinomial coefficients."""
     same = total - lost - gained
-    if lost == 0 and same == 0:
-        yield total, gained**total
-    elif lost == 0:
-        yield from enumerate(_terms(gained, total, total))
-    else:
-        # From f' p = n f p' for f = p ** n: coefficient by coefficient, each division exact.
-        before, now = 0, lost**total
-        for place in range(2 * total + 1):
-            yield place - total, now
-            rise = (total - place) * same * now + (2 * total - place + 1) * gained * before
-            before, now = now, rise // ((place + 1) * lost)
+    ways: dict[int, int] = {}
+    for losses in range(total + 1) if lost else (0,):
+        rest = total - losses
+        row = math.comb(total, losses) * lost**losses
+        for gains in range(rest + 1) if gained else (0,):
+            if same or gains == rest:
+                count = row * math.comb(rest, gains) * gained**gains * same ** (rest - gains)
+                ways[gains - losses] = ways.get(gains - losses, 0) + count
+    return ways
+
+
+def _net_shares(lost: int, gained: int, total: int) -> list[int]:
+    """The probabilities of the nets from ``-total`` to ``total`` in units of 2**-128, none of them too large.
+
+    The distribution of one draw is raised to the power ``total`` by repeated squaring. A product of two distributions
+    is one product of integers that hold them side by side; each result is rounded down, so that what is missing from
+    the whole at the end bounds the error of every sum.
+    """
+    same = total - lost - gained
+    now = [_UNIT]
+    for bit in f"{total:b}":
+        now = _squared(now)
+        if bit == "1":
+            padded = [0, 0, *now, 0, 0]
+            # The place in the list is the net plus the number of draws; a draw adds 0 (lost), 1 or 2 (gained).
+            now = [
+                (lost * three + same * two + gained * one) // total
+                for one, two, three in zip(padded, padded[1:], padded[2:], strict=False)
+            ]
+    return now
+
+
+def _squared(shares: list[int]) -> list[int]:
+    # Each sum of products is below 2**256, and one byte more keeps neighbours apart.
+    width = 33
+    packed = int.from_bytes(b"".join(share.to_bytes(width, "little") for share in shares), "little")
+    count = 2 * len(shares) - 1
+    data = (packed * packed).to_bytes(width * count, "little")
+    # Rounded down to units of 2**-128 by leaving out the low 16 bytes.
+    return [int.from_bytes(data[place + 16 : place + width], "little") for place in range(0, width * count, width)]
+
+
+def _reaches(shares: list[int], wanted: Fraction) -> int | None:
+    """The smallest net at which the sum of shares reaches ``wanted``; None where their rounding leaves that open."""
+    missing = _UNIT - sum(shares)
+    total = len(shares) // 2
+    edge = wanted * _UNIT
+    below = 0
+    for net, share in enumerate(shares, -total):
+        below += share
+        if below >= edge:
+            return net
+        if below + missing >= edge:
+            return None
+    return None
 
 
 def _tangent(share: Decimal, degrees: int) -> Decimal:
@@ -288,9 +337,7 @@ def _tangent(share: Decimal, degrees: int) -> Decimal:
         sine = Decimal(0)
         for _ in range(2000):
             square = 1 - sine * sine
-            step_by = (share - sine * _horner(factors[: degrees // 2], square)) / (
-                slope * square ** (degrees // 2 - 1)
-            )
+            step_by = (share - sine * _horner(factors[: degrees // 2], square)) / (slope * square ** (degrees // 2 - 1))
             sine += step_by
             if step_by <= small * sine * (1 - sine):
                 break
