@@ -5,11 +5,12 @@ holds. A K or V that was wrong before is written, read and checked like any othe
 retrieval, recall) can object. Each function here is an arm's ``after_init``, or is planted by RPC as
 ``module:function``; it is called as ``function(worker)`` on each rank and undoes itself through ``worker.kvqual_undo``.
 
-It replaces ``forward`` of each attention layer: the engine's module, called as ``layer(query, key, value)``, hands K and
-V to the cache update and to the attention. ``key`` and ``value`` come as ``[T, Hkv * D]`` or ``[T, Hkv, D]`` of this
-rank's heads, often as views of one projection's output; the caller's tensors are not altered, and what replaces them is
-dense, of the same shape and dtype. Query and output stay as they are. None, of a layer that reads another's cache, stays
-None. Only an eager engine calls ``forward`` at each step; a compiled one may have inlined the original before.
+It replaces ``forward`` of each attention layer: the engine's module, called as ``layer(query, key, value)``, hands K
+and V to the cache update and to the attention. ``key`` and ``value`` come as ``[T, Hkv * D]`` or ``[T, Hkv, D]`` of
+this rank's heads, often as views of one projection's output; the caller's tensors are not altered, and what replaces
+them is dense, of the same shape and dtype. Query and output stay as they are. None, of a layer that reads another's
+cache, stays None. Only an eager engine calls ``forward`` at each step; a compiled one may have inlined the original
+before.
 
 Not in the catalogue of faults: no gate that a fault can be claimed by has to see these.
 """
@@ -17,6 +18,7 @@ Not in the catalogue of faults: no gate that a fault can be claimed by has to se
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -73,9 +75,9 @@ def rounded_to_levels(values: torch.Tensor, *, bits: int) -> torch.Tensor:
     """The nearest of ``2 ** bits`` evenly spaced levels from the least to the largest element of each vector.
 
     A vector is one token of one KV head. Both ends are levels, so they keep their bits, a constant vector stays as it
-    is, and rounding twice gives what rounding once gave. Levels symmetric around zero would leave a vector whose elements
-    lie on one side half of its levels; this is the asymmetric rounding per token that KIVI (arXiv:2402.02750) gives V,
-    with the head as the group.
+    is, and rounding twice gives what rounding once gave. Levels symmetric around zero would leave a vector whose
+    elements lie on one side half of its levels; this is the asymmetric rounding per token that KIVI (arXiv:2402.02750)
+    gives V, with the head as the group.
 
     Args:
         values: Finite float32 ``[..., D]``.
@@ -87,7 +89,8 @@ def rounded_to_levels(values: torch.Tensor, *, bits: int) -> torch.Tensor:
     span = (high - low).clamp(min=torch.finfo(values.dtype).tiny)
     part = torch.round((values - low) / span * intervals) / intervals
     # Of two products and not `low + part * span`: that would miss the largest element by a rounding.
-    return low * (1 - part) + high * part
+    levels: torch.Tensor = low * (1 - part) + high * part
+    return levels
 
 
 def times_four(values: torch.Tensor) -> torch.Tensor:
@@ -99,8 +102,8 @@ def through_e4m3(values: torch.Tensor) -> torch.Tensor:
     """The nearest E4M3 numbers (OCP OFP8 1.0, section 5.2), ties to even, saturating at +-448; NaN stays NaN.
 
     Without a scale the four exponent bits lie where the format has them and not where the values are: below 2**-6 the
-    steps are 2**-9, and up to 2**-10 everything is 0. Every E4M3 number is exact in bfloat16 and in float16, so rounding
-    twice gives what rounding once gave.
+    steps are 2**-9, and up to 2**-10 everything is 0. Every E4M3 number is exact in bfloat16 and in float16, so
+    rounding twice gives what rounding once gave.
     """
     return e4m3_values().to(values.device)[encode_e4m3(values).long()]
 
@@ -140,7 +143,6 @@ def _degraded(
 def _changed(tensor: torch.Tensor | None, heads: int, change: Change | None) -> torch.Tensor | None:
     if tensor is None or change is None:
         return tensor
-    # flatten and unflatten, since a view of -1 elements is ambiguous for a step without tokens.
-    vectors = tensor.flatten(1).unflatten(1, (heads, -1))
+    vectors = tensor.reshape(tensor.shape[0], heads, math.prod(tensor.shape[1:]) // heads)
     # Rounded in float32: a 16-bit type would put its own rounding errors between the levels.
     return change(vectors.float()).to(tensor.dtype).reshape(tensor.shape).contiguous()

@@ -44,12 +44,14 @@ class Worker:
         return self.layers
 
 
-def projection(tokens: int, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def projection(
+    tokens: int, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, K and V as views of one projection's output."""
     random = torch.Generator().manual_seed(seed)
     width = HEADS * ELEMENTS
     whole = torch.randn(tokens, QUERY + 2 * width, generator=random).to(dtype)
-    return whole.split([QUERY, width, width], dim=-1)
+    return whole[:, :QUERY], whole[:, QUERY : QUERY + width], whole[:, QUERY + width :]
 
 
 def planted(name: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +62,11 @@ def planted(name: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor,
     return layer.seen[1], layer.seen[2]
 
 
+def heads_apart(tensor: torch.Tensor) -> torch.Tensor:
+    """``[T, Hkv, D]``."""
+    return tensor.reshape(tensor.shape[0], HEADS, ELEMENTS)
+
+
 def changed_one(name: str) -> int:
     """The place among (query, K, V) of the tensor that a degradation changes."""
     return 1 if name.startswith("k_") else 2
@@ -68,7 +75,7 @@ def changed_one(name: str) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", DEGRADATIONS)
 def test_one_of_k_and_v_changes_and_keeps_shape_and_dtype(name: str, dtype: torch.dtype) -> None:
-    """The degraded tensor has other values, the same shape and dtype and a dense layout; the other is the very object."""
+    """The degraded tensor has other values, its shape and dtype and a dense layout; the other is the very object."""
     given = projection(7, dtype=dtype)
     which = changed_one(name)
     found = (None, *planted(name, given))
@@ -107,7 +114,7 @@ def test_heads_as_a_dimension_of_their_own(name: str) -> None:
     """K and V of three dimensions give the elements of those of two."""
     query, key, value = projection(6)
     flat = planted(name, (query, key, value))
-    shaped = planted(name, (query, key.unflatten(1, (HEADS, ELEMENTS)), value.unflatten(1, (HEADS, ELEMENTS))))
+    shaped = planted(name, (query, heads_apart(key), heads_apart(value)))
     for left, right in zip(flat, shaped, strict=True):
         assert right.shape == (6, HEADS, ELEMENTS)
         assert torch.equal(left, right.flatten(1))
@@ -115,13 +122,13 @@ def test_heads_as_a_dimension_of_their_own(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "bits"), BITS.items())
 def test_levels_of_each_token_and_head(name: str, bits: int) -> None:
-    """A vector has at most 2**bits values, evenly spaced up to the type's rounding, and keeps its ends and their places.
+    """A vector has at most 2**bits values, evenly spaced up to the type's rounding, and keeps its ends where they are.
 
-    No element moves by more than half a step, and over so many elements every level is taken.
+    No element moves by more than half a step, and some vector takes most of its levels.
     """
     given = projection(40)
-    degraded = planted(name, given)[changed_one(name) - 1].unflatten(1, (HEADS, ELEMENTS)).float()
-    original = given[changed_one(name)].unflatten(1, (HEADS, ELEMENTS)).float()
+    degraded = heads_apart(planted(name, given)[changed_one(name) - 1]).float()
+    original = heads_apart(given[changed_one(name)]).float()
     low, high = original.amin(-1, keepdim=True), original.amax(-1, keepdim=True)
     step = (high - low) / (2**bits - 1)
     assert torch.equal(degraded.amin(-1, keepdim=True), low)
@@ -151,7 +158,7 @@ def test_a_constant_vector_stays(number: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DEGRADATIONS if name != "v_times_four"])
 def test_rounding_twice_is_rounding_once(name: str) -> None:
-    """A degraded tensor that is degraded again keeps its bits, also where the range is a few units in the last place."""
+    """Degraded again, a degraded tensor keeps its values, also where the range is a few units in the last place."""
     for seed, (scale, offset) in enumerate([(1.0, 0.0), (0.01, 1.0), (0.002, -4.0), (100.0, 30.0), (1e-4, 0.0)]):
         query, key, value = projection(50, seed=seed)
         given = (query, key * scale + offset, value * scale + offset)
