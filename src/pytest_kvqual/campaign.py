@@ -179,7 +179,7 @@ class Campaign:
         if source is None:
             raise StudyError(f"{self.study.directory}: found no [gsm8k] source, expected one: the gate is required")
         rules = self.study.preservation["gsm8k"]
-        data = build_panel(source, rules, self._model / "tokenizer.json", self._gsm8k_file)
+        _, data = build_panel(source, rules, self._model / "tokenizer.json", self._gsm8k_file)
         check_fit(GSM8K_PANEL, self._parsed(data), length.max_model_len, length.tokens)
         return data
 

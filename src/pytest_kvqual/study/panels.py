@@ -130,10 +130,9 @@ def parse_panel(
         top.fail("tokenizer_sha256", found_tokenizer, tokenizer, advice="build the panel with the study's tokenizer")
     if not isinstance(top.raw("sources"), list):
         top.fail("sources", "no list", "a list of the texts that the panel is made of")
-    keys = ("id", "prompt", "targets") if task == "nll" else ("id", "prompt", "max_tokens")
-    if task in SCORED_TASKS:
-        keys = (*keys, "expected", "grade")
-    tables = top.tables("items", known=keys)
+    answer = ("targets",) if task == "nll" else ("max_tokens",)
+    scored = ("expected", "grade") if task in SCORED_TASKS else ()
+    tables = top.tables("items", known=("id", "prompt", *answer, *scored))
     if not tables:
         top.fail("items", "no item", "at least one")
     items = tuple(_item(table, task, vocabulary) for table in tables)
