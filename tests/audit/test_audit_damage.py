@@ -349,11 +349,15 @@ def timing_receipt(attack: Attacker) -> None:
     attack.receipt("gsm8k").with_name("14-trial-1.json").write_bytes(pretty_bytes(source))
 
 
-def same_panels_of_other_answers(attack: Attacker) -> None:
-    for arm in (CANDIDATE, *CONTROLS):
-        path = attack.attempt(arm) / "gsm8k-panel.json"
-        attack.document(path, set_in(("items", 0, "expected"), "12345678"))
-    attack.seal()
+def same_panels(path: tuple[Any, ...], value: object) -> Damage:
+    """One change in the gsm8k panel of every arm."""
+
+    def damage(attack: Attacker) -> None:
+        for arm in (CANDIDATE, *CONTROLS):
+            attack.document(attack.attempt(arm) / "gsm8k-panel.json", set_in(path, value))
+        attack.seal()
+
+    return damage
 
 
 def id_twice(records: list[dict[str, Any]]) -> None:
@@ -413,6 +417,15 @@ def renumbered(attack: Attacker) -> None:
     attack.predicate("gsm8k", set_in(("attempt",), 2))
     path.rename(path.with_name(path.name.replace("-1.json", "-2.json")))
     attack.seal()
+
+
+def every_worker(setting: str, value: object) -> Damage:
+    def damage(attack: Attacker) -> None:
+        for arm in (CANDIDATE, *CONTROLS):
+            attack.document(attack.attempt(arm) / "identity.json", set_in(("ranks", 0, "settings", setting), value))
+        attack.seal()
+
+    return damage
 
 
 BATTERY: dict[str, tuple[int, Damage]] = {
@@ -483,7 +496,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
         10,
         study("panels/retrieval.json", set_in(("items", 1, "expected"), "1234")),
     ),
-    "an expected answer in every gsm8k panel": (10, same_panels_of_other_answers),
+    "an expected answer in every gsm8k panel": (10, same_panels(("items", 0, "expected"), "12345678")),
     "a status of an answer": (10, records(CANDIDATE, "retrieval.jsonl", http_error_called_answer)),
     # 11: records
     "a record removed": (11, records(CANDIDATE, "retrieval.jsonl", lambda lines: lines.pop(5))),
@@ -545,6 +558,17 @@ BATTERY: dict[str, tuple[int, Damage]] = {
             set_in(("ranks", 0, "attention_backend", "model.layers.1.self_attn.attn"), "FLASH_ATTN"),
         ),
     ),
+    "another setting in one arm's worker": (
+        13,
+        document(
+            SECOND, "identity.json", set_in(("ranks", 0, "settings", "compilation_config.cudagraph_mode"), "NONE")
+        ),
+    ),
+    "another setting in every arm's worker": (13, every_worker("scheduler_config.max_num_seqs", 16)),
+    "a setting that one arm's worker lacks": (
+        13,
+        document(CANDIDATE, "identity.json", lambda found: found["ranks"][0]["settings"].pop("speculative_config")),
+    ),
     "another version in one arm": (
         13,
         document(SECOND, "identity.json", set_in(("ranks", 0, "distributions", 0, "version"), "0.31.0")),
@@ -561,6 +585,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "no line of the server's arguments": (13, replaced("server.log", CANDIDATE, "non-default args", "default args")),
     # 14: gsm8k
     "another gsm8k panel in one arm": (14, document(SECOND, "gsm8k-panel.json", set_in(("items", 0, "grade"), "x"))),
+    "a gsm8k panel of another set in every arm": (14, same_panels(("sources", 1), f"sha256 {'9' * 64}")),
     # 15: controls, null, copies
     "a control's answers copied from another": (15, copied(FIRST, "retrieval.jsonl", SECOND, "retrieval.jsonl")),
     "the candidate's answers copied from a control": (15, copied(FIRST, "gsm8k.jsonl", CANDIDATE, "gsm8k.jsonl")),

@@ -52,6 +52,8 @@ LAYERS: Final = 3
 SCALES: Final = (0.5, 0.25, 0.125)
 CREATED: Final = 1_780_000_000
 TOKENIZER: Final = "5" * 64
+SOURCE: Final = sha256_bytes(b"generated")
+"""The digest of the GSM8K set that there is not."""
 END_OF_TEXT: Final = 7
 """The token that ends an answer."""
 
@@ -419,7 +421,7 @@ def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Stu
         arms="".join(arms),
         cache_bytes=CACHE_BYTES,
         max_model_len=max(size.length + size.decode_steps, size.gsm8k_prompt[1] + size.gsm8k_max_tokens),
-        source=sha256_bytes(b"generated"),
+        source=SOURCE,
         revision="0" * 40,
         gates="".join(f"[gates.{gate}]\n{state}\n" for gate, state in _STATES.items()),
     )
@@ -459,7 +461,7 @@ def gsm8k_bytes(items: Sequence[PanelItem]) -> bytes:
         "task": "gsm8k",
         "length": None,
         "tokenizer_sha256": TOKENIZER,
-        "sources": ["generated"],
+        "sources": ["generated", f"the set as JSON lines, sha256 {SOURCE}"],
         "items": [
             {
                 "id": item.id,
@@ -792,6 +794,21 @@ def _identity(study: Study, arm: str) -> dict[str, Any]:
                     {"name": "vllm", "version": "0.32.0", "files": 10, "mismatched": [], "editable": False}
                 ],
                 "modules": {"traced": 5, "untraced": []},
+                "settings": {
+                    "model_config.dtype": "torch.float16",
+                    "model_config.max_model_len": next(iter(study.lengths.values())).max_model_len,
+                    "model_config.enforce_eager": False,
+                    "cache_config.block_size": 16,
+                    "cache_config.cache_dtype": "auto",
+                    "cache_config.num_gpu_blocks": blocks,
+                    "cache_config.enable_prefix_caching": False,
+                    "cache_config.kv_cache_memory_bytes": CACHE_BYTES,
+                    "scheduler_config.max_num_seqs": 32,
+                    "scheduler_config.max_num_batched_tokens": 8192,
+                    "parallel_config.tensor_parallel_size": 1,
+                    "compilation_config.cudagraph_mode": "FULL_AND_PIECEWISE",
+                    "speculative_config": None,
+                },
             }
         ],
         "sockets": [["127.0.0.1", 40001]],
