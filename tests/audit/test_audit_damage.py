@@ -428,6 +428,13 @@ def every_worker(setting: str, value: object) -> Damage:
     return damage
 
 
+def silent(attack: Attacker) -> None:
+    """Neither the server's log nor its worker says what the engine was told."""
+    attack.text(attack.attempt(SECOND) / "server.log", "non-default args", "default args")
+    attack.document(attack.attempt(SECOND) / "identity.json", lambda found: found["ranks"][0].pop("settings"))
+    attack.seal()
+
+
 BATTERY: dict[str, tuple[int, Damage]] = {
     # 1: form
     "a file behind a symbolic link": (1, symlink),
@@ -582,7 +589,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
         12,
         document(CANDIDATE, "identity.json", set_in(("ranks", 0, "scales", "now", 0, "v", "_v_scale"), [(2.0).hex()])),
     ),
-    "no line of the server's arguments": (13, replaced("server.log", CANDIDATE, "non-default args", "default args")),
+    "nothing that says how a server ran": (13, silent),
     # 14: gsm8k
     "another gsm8k panel in one arm": (14, document(SECOND, "gsm8k-panel.json", set_in(("items", 0, "grade"), "x"))),
     "a gsm8k panel of another set in every arm": (14, same_panels(("sources", 1), f"sha256 {'9' * 64}")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from pytest_kvqual.audit import workers
 from pytest_kvqual.audit.attempts import SERVER_LOG, Attempt
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import DamagedError, parse
@@ -32,6 +33,8 @@ def check(frozen: Frozen, own: Sequence[Attempt], controls: Sequence[Attempt], r
         _served(frozen, attempt, report)
     for attempt in own:
         _reference(frozen, attempt, report)
+    explained = {attempt.name: set(_options(_flags_of_the_arm(frozen, attempt))) for attempt in (*own, *controls)}
+    workers.check(frozen, (*own, *controls), explained, report)
     for left in own:
         for right in controls:
             _against(frozen, left, right, report)
@@ -148,12 +151,15 @@ def _declared(frozen: Frozen, attempt: Attempt) -> dict[str, object]:
 
 
 def _flags(frozen: Frozen, attempt: Attempt) -> list[str]:
-    arm = frozen.arms.get(attempt.scope.arm, {}) if attempt.scope is not None else {}
-    flags: list[str] = []
-    for holder in (frozen.part("engine"), arm):
-        values = holder.get("flags", [])
-        flags += [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
-    return flags
+    return [*_strings(frozen.part("engine").get("flags")), *_flags_of_the_arm(frozen, attempt)]
+
+
+def _flags_of_the_arm(frozen: Frozen, attempt: Attempt) -> list[str]:
+    return _strings(frozen.arms.get(attempt.scope.arm, {}).get("flags")) if attempt.scope is not None else []
+
+
+def _strings(values: object) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def _told(frozen: Frozen, attempt: Attempt, value: object, where: str, report: Report) -> None:

@@ -1,0 +1,107 @@
+"""The settings that each worker said it runs with, against the study and from arm to arm (check 13).
+
+``identity.json`` holds them for each rank under ``settings``: ``{"cache_config.block_size": 128, …}``, after every
+default was applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from pytest_kvqual.audit.attempts import SERVER_LOG, Attempt
+from pytest_kvqual.audit.checks import Report
+from pytest_kvqual.audit.frozen import Frozen
+from pytest_kvqual.audit.shapes import items, shown, table
+
+IDENTITY: Final = "identity.json"
+SETTINGS: Final = "settings"
+#: What follows from what an arm is: its backend, and how many blocks of its format a pool of the same bytes holds.
+_OF_THE_FORMAT: Final = ("attention_config.backend", "cache_config.num_gpu_blocks")
+#: Options whose setting has another name, or that set more than one.
+_ALSO: Final[Mapping[str, tuple[str, ...]]] = {
+    "kv_cache_dtype": ("cache_config.cache_dtype",),
+    "compilation_config": ("compilation_config.",),
+    "enforce_eager": ("model_config.enforce_eager", "compilation_config."),
+    "attention_backend": ("attention_config.backend",),
+    "attention_config": ("attention_config.",),
+    "speculative_config": ("speculative_config",),
+}
+
+
+def check(frozen: Frozen, attempts: Sequence[Attempt], explained: Mapping[str, set[str]], report: Report) -> None:
+    """Every rank of every attempt.
+
+    Args:
+        frozen: The study.
+        attempts: The attempts that the newest receipts rest on.
+        explained: The options that an arm has of its own, by the attempt's name: the study says that it differs in
+            them.
+        report: Takes the findings.
+    """
+    found: list[tuple[str, str, dict[str, object]]] = []
+    for attempt in attempts:
+        where = f"evidence/{attempt.name}/{IDENTITY}"
+        with report.reading(13, where):
+            document = table(attempt.kept.get(IDENTITY), "identity")
+            for place, value in enumerate(items(document, "ranks", "identity")):
+                rank = table(value, f"ranks[{place}]")
+                if SETTINGS in rank:
+                    settings = table(rank[SETTINGS], f"ranks[{place}].{SETTINGS}")
+                    report.look(13)
+                    _declared(frozen, attempt, settings, place, where, report)
+                    found.append((attempt.name, where, settings))
+                elif not isinstance(attempt.kept.get(SERVER_LOG), dict):
+                    report.find(13, where, f"ranks[{place}]: found no settings, and no arguments in the server's log")
+                else:
+                    report.note(f"{where}: ranks[{place}] holds no settings; not compared")
+    if not found:
+        return
+    first, _, expected = found[0]
+    for name, where, settings in found[1:]:
+        own = explained.get(first, set()) | explained.get(name, set())
+        with report.reading(13, where):
+            for key in sorted(set(expected) | set(settings)):
+                if key in _OF_THE_FORMAT or _is_explained(key, own):
+                    continue
+                if key not in settings or key not in expected or settings[key] != expected[key]:
+                    report.find(
+                        13, where, f"{SETTINGS}.{key}: found {_value(settings, key)} and {_value(expected, key)} in "
+                        f"{first}, expected the same: the study names no difference",
+                    )  # fmt: skip
+
+
+def _declared(
+    frozen: Frozen, attempt: Attempt, settings: Mapping[str, object], place: int, where: str, report: Report
+) -> None:
+    engine = frozen.part("engine")
+    expected: dict[str, object] = {
+        "model_config.max_model_len": frozen.length.get("max_model_len"),
+        "cache_config.block_size": engine.get("block_size"),
+        "cache_config.kv_cache_memory_bytes": None if attempt.scope is None else attempt.scope.cache_bytes,
+        "scheduler_config.max_num_seqs": engine.get("max_num_seqs"),
+        "scheduler_config.max_num_batched_tokens": engine.get("max_num_batched_tokens"),
+        "parallel_config.tensor_parallel_size": engine.get("tensor_parallel_size", 1),
+    }
+    for key, value in expected.items():
+        if key not in settings or settings[key] != value:
+            report.find(
+                13, where, f"ranks[{place}].{SETTINGS}.{key}: found {_value(settings, key)}, expected {shown(value)}"
+            )
+
+
+def _is_explained(key: str, own: set[str]) -> bool:
+    part, _, name = key.partition(".")
+    for option in own:
+        if name == option or part == option:
+            return True
+        if any(key == other or (other.endswith(".") and key.startswith(other)) for other in _ALSO.get(option, ())):
+            return True
+    return False
+
+
+def _value(settings: Mapping[str, object], key: str) -> str:
+    if key not in settings:
+        return "none"
+    value = settings[key]
+    return repr(value)[:80] if isinstance(value, list | dict) else shown(value)
