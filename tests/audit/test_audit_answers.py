@@ -138,6 +138,27 @@ def test_every_text_has_the_same_outcome(task: str, text: str, finish: str, expe
     assert own == other
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a-18", "é-18", "_-18", ")-18", "]-18", ".-18", "(-18", "--18", "-+18", "+-18", "-$-18", "-$ 18", "$-18",
+        "- 18", "5-$18", "-\\$18", "\\$-18", "$\n-18", "$\n18", "-€18", "18-", "1 - 18", "18.", "18..", "..18", ".5",
+        "-.5", "1/2/2", "1/0", "1/2.", "0/18", "1,000", "1,0000", "01,000", "1,000,0", "1000,000", ",000", "”18", "»18",
+        "‚18", "<18", ">18", "（18", "18）", "#18", "$18", "€18", "= 18", "18\u2028x", "18\x00", "1８", "-１８", "−18",
+        "9" * 600, "9" * 601, "1/" + "9" * 599, "1/" + "9" * 600, "1." + "0" * 600, "18%", "18 %%", "18**", "**18**",
+        "**18.**", "** 18 **.", "18 (x)", "18 °", "18 ,", "18;", "18/", "18 ½", "18²", "18万",
+    ],
+)  # fmt: skip
+def test_texts_at_the_edges_have_the_same_outcome(text: str) -> None:
+    """Signs, separators, brackets and units at the edges of a number are read alike, behind the mark and without it."""
+    for task in ("gsm8k", "recall"):
+        for shown in (text, f"#### {text}"):
+            for finish in ("stop", "length"):
+                for expected in ("18", "-18", "1/2", "1000", "0"):
+                    own, other = both(task, record(shown, finish), expected, PLAIN)
+                    assert own == other, (task, shown, finish, expected)
+
+
 @dataclass(frozen=True)
 class Change:
     """One damage of a record: the value at a path of the record or of its body."""

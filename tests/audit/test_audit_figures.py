@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_kvqual.audit import figures
+from pytest_kvqual.audit import arithmetic, figures
 from pytest_kvqual.judge.gates import nll, parity, preservation
 from pytest_kvqual.judge.verdict import Verdict
 from pytest_kvqual.study.model import NllRules, ParityRules, PreservationRules
@@ -115,7 +115,7 @@ DAMAGES: dict[str, Callable[[list[Json]], Any]] = {
     "an error object": _first(body='{"error": {"message": "x"}}'),
     "another prompt": _body(lambda body, choice: choice["prompt_token_ids"].__setitem__(0, 99)),
     "a prompt too long": _body(lambda body, choice: choice["prompt_token_ids"].append(1)),
-    "another token": _body(lambda body, choice: choice["token_ids"].__setitem__(0, 99)),
+    "another token": _body(lambda body, choice: choice["token_ids"].__setitem__(slice(0, 1), [99])),
     "usage that disagrees": _body(lambda body, choice: body["usage"].update(completion_tokens=77)),
     "another finish reason": _body(lambda body, choice: choice.update(finish_reason="abort")),
     "stop": _body(lambda body, choice: choice.update(finish_reason="stop")),
@@ -360,7 +360,7 @@ def test_scored_gates_are_derived_as_judged(data: Any) -> None:
     size = data.draw(st.sampled_from([5, 60, 100]))
     table = questions(size)
     many = st.dictionaries(st.integers(0, size - 1), st.just("wrong"), min_size=min(5, size), max_size=size)
-    kinds = st.one_of(KINDS, KINDS, many, st.just({}))
+    kinds: st.SearchStrategy[dict[int, str]] = st.one_of(KINDS, KINDS, many, st.just({}))
 
     def capture(count: int | None = None) -> Any:
         return hurt(data, scored(task, table, data.draw(kinds), count))
@@ -419,6 +419,27 @@ def test_the_deciding_lines(kinds: dict[int, str], rules: Json, outcome: str, fi
     )  # fmt: skip
     agree(derived, verdict)
     assert (derived.outcome, derived.figure) == (outcome, figure)
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_bound_at_the_limit_does_not_pass(above: bool) -> None:
+    """A limit, or a margin, that equals the bound fails in both implementations; the next larger number passes."""
+    table = questions(100)
+    right = scored("retrieval", table, {})
+    poison = {FAULT: scored("retrieval", table, dict.fromkeys(range(16), "wrong"), 16)}
+    candidate = scored("retrieval", table, {0: "wrong"})
+    limit = arithmetic.loss_upper(1, 100, 0.95)
+    rules = {**RULES, "limit": math.nextafter(limit, 1) if above else limit}
+    derived, verdict = scored_both("retrieval", table, rules, 100, candidate, {"native": right}, (right, right), poison)
+    agree(derived, verdict)
+    assert derived.outcome == ("PASS" if above else "FAIL")
+    losses, healthy = nll_records([0.001, 0.002, 0.0, 0.0]), nll_records([0.0] * 4)
+    faulty = {FAULT: nll_records([0.5] * 4, 2)}
+    derived, _ = nll_both(losses, {"native": healthy}, (healthy, healthy), faulty)
+    margin = derived.details["delta"]["native"]["upper"]
+    margin = math.nextafter(margin, 1) if above else margin
+    derived, _ = nll_both(losses, {"native": healthy}, (healthy, healthy), faulty, rules={"margin_nats": margin})
+    assert derived.outcome == ("PASS" if above else "FAIL")
 
 
 def test_a_null_that_breaks_the_bound_concludes_nothing() -> None:
