@@ -1,1 +1,0 @@
-"""The independent reader of a run directory. It imports nothing of the other rooms."""
