@@ -99,7 +99,7 @@ def outcome(task: str, record: object, item: Mapping[str, Any], rules: Mapping[s
             f"most {most} with 'stop'"
         )
     kind, found, lenient = grade(task, answer.text or "", answer.finish == "length", str(item["expected"]), rules)
-    return Outcome(kind, found, tuple(answer.tokens), lenient)
+    return Outcome(kind, None if found is None else _glimpse(found), tuple(answer.tokens), lenient)
 
 
 def grade(task: str, text: str, limited: bool, expected: str, rules: Mapping[str, Any]) -> tuple[str, str | None, bool]:
@@ -524,11 +524,17 @@ def _json(source: str, where: str) -> object:
         return json.loads(source, object_pairs_hook=once, parse_constant=constant, parse_float=finite)
     except RecordError:
         raise
+    except UnicodeEncodeError as error:
+        # JSON in UTF-8 has no bytes for half of a pair; its first byte would have been this one.
+        place = len(source[: error.start].encode())
+        raise RecordError(f"{where} at byte {place}: found the byte 0xed, expected JSON in UTF-8") from None
+    except RecursionError:
+        raise RecordError(f"{where}: found nesting beyond the parser's limit, expected JSON in UTF-8") from None
     except json.JSONDecodeError as error:
         raise RecordError(
             f"{where}, line {error.lineno}, column {error.colno}: found '{error.msg}', expected JSON in UTF-8"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecordError(f"{where}: found '{error}', expected JSON in UTF-8") from None
 
 
@@ -620,6 +626,12 @@ def _shown(value: object) -> str:
     kinds: dict[type, str] = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
     shown = json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else str(value)
     return f"{shown if len(shown) <= 60 else shown[:57] + '...'} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def _glimpse(text: str) -> str:
+    """The beginning of a text, for one line."""
+    line = _line(text[:61])
+    return line if len(line) <= 60 else f"{line[:59]}…"
 
 
 def _line(text: str) -> str:

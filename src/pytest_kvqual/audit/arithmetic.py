@@ -88,7 +88,7 @@ def net_interval(lost: int, gained: int, total: int, confidence: float) -> tuple
     """The percentile interval of the paired bootstrap of ``gained - lost``, in questions.
 
     A resample draws ``total`` questions with replacement; the numbers of lost and of gained ones in it are trinomial.
-    The limits are the smallest k at which P(net <= k) reaches ``(1 - confidence) / 2`` and ``1 - (1 - confidence) / 2``.
+    The limits are the smallest k at which P(net <= k) reaches ``(1 - confidence) / 2``, and 1 less that.
     The distribution is taken in fixed point whose error is known; where that does not decide, in counts of resamples.
 
     Raises:

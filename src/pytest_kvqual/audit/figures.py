@@ -696,11 +696,10 @@ class _Quiz:
             f"bounds {_exactly(upper)} and {_exactly(back)}"
         )
         if not max(upper, back) < limit:
-            notes.find(
-                7,
-                f"{words}, expected below {_percent(limit)}: a run whose control differs from itself this much can "
-                "prove nothing at this limit",
-            )
+            subject = "a run whose control differs from itself this much"
+            if self.most_lost() is None:
+                subject = f"{self.questions} questions"
+            notes.find(7, f"{words}, expected below {_percent(limit)}: {subject} can prove nothing at this limit")
         details = {
             "lost": lost,
             "gained": gained,
