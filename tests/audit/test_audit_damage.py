@@ -428,6 +428,11 @@ def every_worker(setting: str, value: object) -> Damage:
     return damage
 
 
+def other_kernels(document: Any) -> None:
+    for layer in document["readings"][-1]["ranks"][0]["layers"].values():
+        layer["kernels"] = ["sdpa"]
+
+
 def silent(attack: Attacker) -> None:
     """Neither the server's log nor its worker says what the engine was told."""
     attack.text(attack.attempt(SECOND) / "server.log", "non-default args", "default args")
@@ -576,6 +581,18 @@ BATTERY: dict[str, tuple[int, Damage]] = {
         13,
         document(CANDIDATE, "identity.json", lambda found: found["ranks"][0]["settings"].pop("speculative_config")),
     ),
+    "a response of another model": (13, body(CANDIDATE, "gsm8k.jsonl", 4, set_in(("model",), "Qwen3-32B"))),
+    "a fault left in after the captures": (
+        13,
+        document(CANDIDATE, "identity-after.json", set_in(("taps", 0, "faults"), 1)),
+    ),
+    "weights that changed while captures ran": (
+        13,
+        document(
+            FIRST, "identity-after.json", set_in(("ranks", 0, "parameters", "now", "model.norm.weight"), "d" * 64)
+        ),
+    ),
+    "kernels that changed after a capture": (13, document(CANDIDATE, "dispatch-after.json", other_kernels)),
     "another version in one arm": (
         13,
         document(SECOND, "identity.json", set_in(("ranks", 0, "distributions", 0, "version"), "0.31.0")),

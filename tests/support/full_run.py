@@ -650,8 +650,8 @@ def _capture(
     bundle.write("identity.json", document)
     if candidate:
         bundle.write("identity-poison.json", {"schema": 1, "poison": _identity_poison(document)})
-    bundle.write("dispatch.json", _dispatch(study, arm))
     if candidate or again is not None:
+        bundle.write("dispatch.json", _dispatch(study, arm))
         bundle.write("oracle.json", _oracle())
         for file in ORDER_FILES if candidate else ORDER_FILES[:1]:
             stream(file, _orders(panels["parity"], arm, name, wrong=file != ORDER_FILES[0]))
@@ -678,7 +678,11 @@ def _capture(
             stream(poisoned(f"{task}.jsonl", FAULT), scored(task, ["wrong"] * size.poison_questions))
     after = {"schema": 1, "arm": arm, "ranks": [_alterable(document)], "taps": [_TAPS]}
     bundle.write("identity-after.json", after)
-    bundle.write("dispatch-after.json", _dispatch(study, arm))
+    if candidate or again is not None:
+        ranks = _dispatch(study, arm)["readings"][0]["ranks"]
+        moments = ("boot", "oracle", "determinism", "parity", "nll", *SCORED)
+        readings = [{"after": moment, "ranks": ranks} for moment in moments]
+        bundle.write("dispatch-after.json", {"schema": 1, "arm": arm, "readings": readings})
     (bundle.path / "server.log").write_text(_log(arguments), encoding="utf-8")
     bundle.seal("server.log")
     if candidate:
@@ -833,7 +837,7 @@ def _identity_poison(document: Mapping[str, Any]) -> list[dict[str, object]]:
     return entries
 
 
-def _dispatch(study: Study, arm: str) -> dict[str, object]:
+def _dispatch(study: Study, arm: str) -> dict[str, Any]:
     declared = study.arms[arm]
 
     def ranks(**altered: object) -> list[dict[str, object]]:

@@ -13,6 +13,7 @@ from pytest_kvqual.audit import attempts as evidence
 from pytest_kvqual.audit import frozen as study
 from pytest_kvqual.audit import gsm8k, rederive, settings, timing
 from pytest_kvqual.audit import receipts as stored
+from pytest_kvqual.audit.captures import Responses
 from pytest_kvqual.audit.checks import CHECKS, Report
 from pytest_kvqual.audit.files import DamagedError, Tree
 from pytest_kvqual.audit.frozen import Frozen
@@ -303,6 +304,7 @@ def _records(
         attempts=found,
         arm=scope.arm,
         bundles={arm: f"{options.prefix}{arm}{stem}" for arm in arms},
+        responses=Responses(model=frozen.part("model").get("name")),
     )
 
 

@@ -21,6 +21,8 @@ class Responses:
     """The responses seen so far: where each one was found first, by its id and its time."""
 
     first: dict[tuple[object, ...], str] = field(default_factory=dict)
+    model: object = None
+    """The model's name as served, that each response must carry; None leaves that unchecked."""
 
     def take(self, body: Mapping[str, object], attempt: str, where: str, report: Report) -> None:
         """One response; a second one of the same id is a copy (check 15).
@@ -29,6 +31,8 @@ class Responses:
         the second in which the response was made must be the same as well.
         """
         report.look(15)
+        if self.model is not None and body.get("model") != self.model:
+            report.find(13, where, f"model: found {shown(body.get('model'))}, expected {shown(self.model)}, as served")
         name = body.get("id")
         if not isinstance(name, str):
             report.find(15, where, f"id of the response: found {shown(name)}, expected a string")

@@ -15,6 +15,7 @@ from pytest_kvqual.audit.frozen import GSM8K, SCORED, Frozen
 from pytest_kvqual.audit.receipts import Receipt
 from pytest_kvqual.audit.settings import IDENTITY, REFERENCE_CONFIG
 from pytest_kvqual.audit.shapes import integer, shown
+from pytest_kvqual.audit.workers import AFTER
 
 QUALITY: Final = ("nll", *SCORED)
 """The gates that compare an arm's answers with every control's."""
@@ -22,7 +23,7 @@ REDERIVED: Final = ("parity", *QUALITY)
 IDENTITY_POISON: Final = "identity-poison.json"
 GSM8K_PANEL: Final = "gsm8k-panel.json"
 #: Read of every attempt that a receipt names, where it is sealed, beside what the receipts name.
-ALWAYS: Final = (IDENTITY, REFERENCE_CONFIG, SERVER_LOG, GSM8K_PANEL)
+ALWAYS: Final = (IDENTITY, REFERENCE_CONFIG, SERVER_LOG, GSM8K_PANEL, *AFTER)
 _NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)/attempt-([1-9][0-9]{0,8})/([A-Za-z0-9][A-Za-z0-9._-]*)")
 _RELATIVE: Final = 1e-12
 

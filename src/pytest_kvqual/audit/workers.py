@@ -1,7 +1,8 @@
-"""The settings that each worker said it runs with, against the study and from arm to arm (check 13).
+"""What each worker said of itself, against the study, from arm to arm, and after the captures (check 13).
 
-``identity.json`` holds them for each rank under ``settings``: ``{"cache_config.block_size": 128, …}``, after every
-default was applied.
+``identity.json`` holds the settings of each rank under ``settings``: ``{"cache_config.block_size": 128, …}``, after
+every default was applied. ``identity-after.json`` and ``dispatch-after.json`` were read when everything was captured:
+the same weights and scales, no fault left in, and the same kernels after each capture.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pytest_kvqual.audit.shapes import items, shown, table
 
 IDENTITY: Final = "identity.json"
 SETTINGS: Final = "settings"
+IDENTITY_AFTER, DISPATCH_AFTER = "identity-after.json", "dispatch-after.json"
+AFTER: Final = (IDENTITY_AFTER, DISPATCH_AFTER)
 #: What follows from what an arm is: its backend, and how many blocks of its format a pool of the same bytes holds.
 _OF_THE_FORMAT: Final = ("attention_config.backend", "cache_config.num_gpu_blocks")
 #: Options whose setting has another name, or that set more than one.
@@ -41,6 +44,7 @@ def check(frozen: Frozen, attempts: Sequence[Attempt], explained: Mapping[str, s
     """
     found: list[tuple[str, str, dict[str, object]]] = []
     for attempt in attempts:
+        _after(attempt, report)
         where = f"evidence/{attempt.name}/{IDENTITY}"
         with report.reading(13, where):
             document = table(attempt.kept.get(IDENTITY), "identity")
@@ -88,6 +92,40 @@ def _declared(
             report.find(
                 13, where, f"ranks[{place}].{SETTINGS}.{key}: found {_value(settings, key)}, expected {shown(value)}"
             )
+
+
+def _after(attempt: Attempt, report: Report) -> None:
+    where = f"evidence/{attempt.name}/{IDENTITY_AFTER}"
+    if IDENTITY_AFTER not in attempt.kept:
+        report.note(f"{where}: not there; whether a fault was left in is not known")
+    else:
+        with report.reading(13, where):
+            report.look(13)
+            document = table(attempt.kept[IDENTITY_AFTER], "identity after")
+            before = items(table(attempt.kept.get(IDENTITY), "identity"), "ranks", "identity")
+            ranks = items(document, "ranks", "identity after")
+            if len(ranks) != len(before):
+                report.find(13, where, f"ranks: found {len(ranks)}, expected {len(before)}, as in {IDENTITY}")
+            for place, (one, other) in enumerate(zip(ranks, before, strict=False)):
+                for part in ("parameters", "scales"):
+                    if table(one, "rank").get(part) != table(other, "rank").get(part):
+                        report.find(13, where, f"ranks[{place}].{part}: found others than in {IDENTITY}")
+            for place, tap in enumerate(items(document, "taps", "identity after")):
+                left = table(tap, "tap")
+                if (left.get("installed"), left.get("faults"), left.get("held")) != (False, 0, 0):
+                    report.find(13, where, f"taps[{place}]: found {left}, expected no tap, no fault and no block held")
+    where = f"evidence/{attempt.name}/{DISPATCH_AFTER}"
+    if DISPATCH_AFTER in attempt.kept:
+        with report.reading(13, where):
+            report.look(13)
+            readings = items(table(attempt.kept[DISPATCH_AFTER], "dispatch after"), "readings", "dispatch after")
+            entries = [table(value, "reading") for value in readings]
+            for entry in entries[1:]:
+                if entry.get("ranks") != entries[0].get("ranks"):
+                    report.find(
+                        13, where, f"after {shown(entry.get('after'))}: found other kernels than after "
+                        f"{shown(entries[0].get('after'))}, expected the same",
+                    )  # fmt: skip
 
 
 def _is_explained(key: str, own: set[str]) -> bool:
