@@ -66,7 +66,7 @@ def check(
     """
     asked = [table(item, "panel") for item in items(panel, "items", "panel")][:only]
     places = {text(item, "id", "panel"): place for place, item in enumerate(asked)}
-    seen: list[str] = []
+    seen: dict[str, None] = {}
     for number, record in enumerate(records, start=1):
         at = f"{where}, record {number}"
         report.look(11)
@@ -79,7 +79,7 @@ def check(
             if name in seen:
                 report.find(11, at, f"found {name!r} again, expected each item once")
                 continue
-            seen.append(name)
+            seen[name] = None
             if integer(outer, "index", "record") != places[name]:
                 report.find(11, at, f"index: found {shown(outer['index'])}, expected {places[name]}, the panel's")
             if outer["order"] != order:
