@@ -23,9 +23,10 @@
 16. Timing: none without every gate above it.
 
 What check 13 can see: what each worker observed of itself (``identity.json``: backend and KV format of each layer,
-block size, pool, scales, versions of distributions), the engine's arguments as the server printed them (the line
+block size, pool, scales, versions of distributions, the settings after every default), what was read again after the
+captures (``identity-after.json``, ``dispatch-after.json``), the engine's arguments as the server printed them (the line
 ``non-default args`` of ``server.log``) and as the in-process reference was given them (``reference-config.json``). What
-it cannot see: environment variables, which no record holds; defaults that the engine does not print; code that an arm
+it cannot see: environment variables, which no record holds; settings that no worker lists; code that an arm
 brings, beyond the names of its functions. Whoever writes the records can make them agree; the audit shows that the
 records, the receipts and the figures fit together, not who wrote them.
 """
