@@ -685,3 +685,12 @@ def test_a_seed_decides_every_record(whole: FullRun, failing: FullRun, tmp_path:
         assert (other.attempt(CANDIDATE) / name).read_bytes() != data
     assert same.receipts["gsm8k"].figure == failing.receipts["gsm8k"].figure
     assert whole.lock == failing.lock
+
+
+def test_a_gate_without_a_receipt_does_not_pass(whole: FullRun, tmp_path: Path) -> None:
+    """Nothing rests on the last receipt: taken away, it leaves records in order and a gate that is not established."""
+    attack = Attacker.copy(whole, tmp_path / "run")
+    attack.receipt("gsm8k").unlink()
+    result = audit(Options(run_dir=attack.folder))
+    assert not result.passed
+    assert "gsm8k: no receipt" in result.verdict()
