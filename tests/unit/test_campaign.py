@@ -192,7 +192,8 @@ def run(
         try:
             campaign.prepare(gates)
             decided = {gate: campaign.decide(gate) for gate in gates}
-            return decided | {gate: campaign.absent(gate, "deselected") for gate in GATES if gate not in gates}
+            planned = [plan.name for plan in study.gates if plan.name in GATES]
+            return decided | {gate: campaign.absent(gate, "deselected") for gate in planned if gate not in gates}
         finally:
             campaign.close()
 
