@@ -57,12 +57,13 @@ def computed(row: Row) -> float:
 
 @pytest.mark.parametrize(("name", "least"), [("r.csv", 260), ("scipy.csv", 100)])
 def test_second_opinions(name: str, least: int) -> None:
-    """Counts and ends are equal; probabilities agree to 1e-10, R's and scipy's own error in their worst row."""
+    """Counts and ends are equal; probabilities agree to 1e-10; scipy's own bounds to 4e-12, for it searches to 2e-12."""
     table = rows(name)
     assert len(table) >= least
     for row in table:
         expected = float(row["value"])
-        assert math.isclose(computed(row), expected, rel_tol=1e-10, abs_tol=1e-15), row
+        searched = row["figure"] in ("scipy_upper", "scipy_lower")
+        assert math.isclose(computed(row), expected, rel_tol=1e-10, abs_tol=4e-12 if searched else 1e-15), row
 
 
 def documented() -> list[tuple[str, list[str]]]:
