@@ -52,12 +52,12 @@ def computed(row: Row) -> float:
         return interval.lower if figure == "lower" else interval.upper
     assert kind.startswith("net_at_most_")
     ways = net_ways(count("lost"), count("gained"), count("total"))
-    return sum(number for net, number in ways if net <= int(figure)) / count("total") ** count("total")
+    return float(sum(number for net, number in ways if net <= int(figure)) / count("total") ** count("total"))
 
 
 @pytest.mark.parametrize(("name", "least"), [("r.csv", 260), ("scipy.csv", 100)])
 def test_second_opinions(name: str, least: int) -> None:
-    """Counts and ends are equal; probabilities agree to 1e-10; scipy's own bounds to 4e-12, for it searches to 2e-12."""
+    """Counts and ends are equal, probabilities agree to 1e-10, and scipy's bounds to twice its search's 2e-12."""
     table = rows(name)
     assert len(table) >= least
     for row in table:
