@@ -143,7 +143,11 @@ def test_bad_input_of_a_design_is_one_line(argv: list[str], text: str, capsys: p
         ("nll", {}, "found a receipt of 'nll', expected one of retrieval, recall, gsm8k"),
         ("recall", {}, "predicate.details.questions: found none, expected one"),
         ("recall", {"questions": 160, "null": None}, "predicate.details.null: found none, expected one"),
-        ("recall", {"questions": 0, "null": {"lost": []}}, "questions': found 0, expected "),
+        (
+            "recall",
+            {"questions": 0, "null": {"lost": []}},
+            "questions': found 0 (an integer), expected an integer of at least 1",
+        ),
         ("recall", {"questions": 160, "null": {"gained": []}}, "'predicate.details.null': found no key 'lost'"),
         ("recall", {"questions": 160, "null": {"lost": 3}}, "'predicate.details.null.lost': "),
         ("recall", {"questions": 160, "null": {"lost": ["a", "a"]}}, "null.lost': found 2 ids, 1 of them different"),
