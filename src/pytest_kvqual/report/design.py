@@ -183,7 +183,7 @@ def _points(net: int, total: int) -> str:
 
 
 def _probability(probability: float) -> str:
-    """Six decimals; a probability that is neither 0 nor 1 is not printed as if it were."""
+    """Six decimals; a float that is neither 0 nor 1 is not printed as if it were."""
     shown = f"{probability:.{_DIGITS}f}"
     if float(shown) == 1 and probability < 1:
         return f"above {1 - 10**-_DIGITS:.{_DIGITS}f}"

@@ -134,9 +134,10 @@ def test_no_total_can_be_named(limit: float, rate: float, text: str) -> None:
         smallest_total(limit, 0.95, rate, 0.9)
 
 
-def test_a_limit_that_needs_too_many_questions() -> None:
-    """A limit that no 1,000,000 questions can show is refused."""
-    with pytest.raises(ValueError, match="limit: found 1e-06, expected one that 1000000 questions can show"):
+def test_a_limit_that_needs_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that the largest total cannot show is refused."""
+    monkeypatch.setattr(power, "LARGEST", 1000)
+    with pytest.raises(ValueError, match="limit: found 1e-06, expected one that 1000 questions can show"):
         smallest_possible(1e-6, 0.95)
 
 
