@@ -291,6 +291,16 @@ def test_damage_is_a_finding_of_its_check(
     assert json.loads(encode(build(result)))["predicate"]["verificationResult"] == "FAILED"
 
 
+def test_a_check_that_could_not_be_made_does_not_say_ok(whole: AuditedRun, tmp_path: Path) -> None:
+    """Without the study the checks that need it are not reached, and the run does not pass."""
+    run = whole.copy(tmp_path / "run")
+    _study_gone(run)
+    result = _audit(run)
+    assert not result.passed
+    assert sum(line.endswith(": not reached") for line in lines(result)) >= 8
+    assert not any(line.startswith(("check  8", "check 12")) and ": ok" in line for line in lines(result))
+
+
 def test_nothing_outside_the_run_directory_is_read_through_a_link(whole: AuditedRun, tmp_path: Path) -> None:
     """A capture behind a link counts as not there, however right its bytes are."""
     run = whole.copy(tmp_path / "run")

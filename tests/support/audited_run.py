@@ -77,7 +77,7 @@ def write_run(
         gates: Further tables of gates of the study's declaration, as TOML.
     """
     # A generated run need not survive a power cut, and flushing each of its records takes most of the time.
-    with mock.patch("os.fsync", lambda descriptor: None):
+    with mock.patch("os.fsync", return_value=None):
         return _write(folder, shift, prefix, settings, identity, gates)
 
 
@@ -172,6 +172,7 @@ def _attempt(
         body = {
             "id": f"cmpl-{arm.name}-{next(serial)}",
             "created": 1_780_000_000,
+            "model": "Tiny",
             "choices": [
                 {
                     "text": "…",
