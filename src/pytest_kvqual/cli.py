@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from pytest_kvqual.audit.command import add_arguments as add_audit_arguments
+
     parser = argparse.ArgumentParser(prog="kvqual", description="Qualification of KV-cache changes of vLLM.")
     parser.add_argument("--version", action="version", version=f"kvqual {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -57,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.add_argument("--prefix", default="", help="as given to the run")
+    audit = command(
+        "audit", _audit, "re-derive every verdict of a run directory from its raw records; fail unless it passes"
+    )
+    add_audit_arguments(audit)
     replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
 
@@ -121,6 +127,12 @@ def _report(args: argparse.Namespace) -> int:
     for line in found.lines:
         print(line)
     return 0 if found.passed else 1
+
+
+def _audit(args: argparse.Namespace) -> int:
+    from pytest_kvqual.audit.command import run
+
+    return run(args)
 
 
 def _replay(args: argparse.Namespace) -> int:
