@@ -574,6 +574,9 @@ class Campaign:
         if gate in self._deferred:
             raise self._deferred[gate]
         if attempt.failure is not None:
+            if attempt.failure in self._deferred.values() and all(attempt.has(it) for it in self._needed((gate,))):
+                # Another gate's capture failed, and this one's was whole before.
+                return
             raise attempt.failure
         with attempt.failing():
             if not attempt.has(IDENTITY):

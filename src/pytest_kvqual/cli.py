@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def gate_of(found: argparse.ArgumentParser, total: str) -> None:
         found.add_argument("--total", required=True, metavar="N", help=total)
-        found.add_argument("--limit", required=True, metavar="L", help="the upper bound must be below it (0.02 is 2 %%)")
+        found.add_argument(
+            "--limit", required=True, metavar="L", help="the upper bound must be below it (0.02 is 2 %%)"
+        )
         found.add_argument(
             "--confidence", default="0.95", metavar="C", help="of the one-sided bound (default: %(default)s)"
         )
@@ -76,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     bound = command(
         "bound", _bound, "the upper bound of a loss probability against its limit; fail where it is not below"
     )
-    bound.add_argument("--lost", required=True, metavar="N", help="questions right in the control, not in the candidate")
+    bound.add_argument(
+        "--lost", required=True, metavar="N", help="questions right in the control, not in the candidate"
+    )
     gate_of(bound, "all paired questions")
     bound.add_argument("--gained", metavar="N", help="the reverse: print the net change with its interval too")
     power = command(
@@ -164,15 +168,13 @@ def _bound(args: argparse.Namespace) -> int:
 def _power(args: argparse.Namespace) -> int:
     from pytest_kvqual.report.design import Null, null_of, power
 
-    pair = args.null_lost, args.null_total
-    if [args.loss_rate is not None, args.null is not None, pair != (None, None)].count(True) != 1 or (
-        None in pair and pair != (None, None)
-    ):
+    given = [args.loss_rate, args.null, args.null_lost]
+    if sum(value is not None for value in given) != 1 or (args.null_lost is None) != (args.null_total is None):
         raise StudyError("expected one of --loss-rate, --null, and --null-lost with --null-total")
     try:
         null = None if args.null is None else null_of(args.null)
-        if None not in pair:
-            null = Null(lost=_count("null lost", pair[0]), total=_count("null total", pair[1]))
+        if args.null_lost is not None:
+            null = Null(lost=_count("null lost", args.null_lost), total=_count("null total", args.null_total))
         lines = power(
             total=_count("total", args.total),
             limit=_number("limit", args.limit),

@@ -43,17 +43,18 @@ SOURCES = {
     "own": ("questions of build.py (Apache-2.0)", ""),
 }
 
-# Retrieval: one sentence with a number of so many digits, at such a share of the text; the rest is the King James text.
-RETRIEVAL_PROMPT = {1024: 896, 8192: 7936}  # tokens of a prompt
-RETRIEVAL_GRADES = {
-    1024: tuple((digits, depth) for digits in (3, 4, 5, 6) for depth in (0.1, 0.3, 0.5, 0.7, 0.9) for _ in range(6)),
-    8192: (),
+# Retrieval: one sentence gives a name's secret word, at such a share of the text; further sentences give the words of
+# other names. Grades are (other names, depth). The rest of the text is the King James text.
+DEPTHS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
+RETRIEVAL = {  # prompt tokens, and the grades in turn
+    1024: (896, tuple((others, depth) for others in (0, 0, 0, 1) for depth in DEPTHS) * 4),
+    8192: (7936, tuple((others, depth) for others in (0, 0, 0, 0, 1) for depth in DEPTHS) * 2),
 }
-RETRIEVAL_TOKENS = 12
 
-# Recall: a list of so many names with a number of so many digits each, and a question about one of them.
-RECALL_GRADES = tuple((pairs, digits) for pairs in (6, 12, 18) for digits in (3, 4, 5) for _ in range(16))
-RECALL_TOKENS = 12
+# Recall: a list of so many names with a word each; three of its lines are repeated, then the beginning of a fourth.
+RECALL_PAIRS = (4, 8, 12, 16)
+RECALL_QUESTIONS = 320
+ANSWER_TOKENS = 8
 NAMES = (
     "amber", "anchor", "basin", "beacon", "bridge", "candle", "canyon", "castle", "cedar", "cellar", "cliff", "copper",
     "coral", "crown", "desert", "drum", "eagle", "ember", "engine", "falcon", "feather", "forest", "fountain", "garden",
@@ -219,52 +220,49 @@ def build_panels(model: Path, streams: dict[str, Stream], encode: Encode) -> Non
     parity = [{"id": f"p{i:02d}", "prompt": ids, "max_tokens": PARITY_TOKENS} for i, ids in enumerate(prompts)]
     write(HERE / "panels/parity.json", head("parity", None, "cpython", "kjv", "own"), "items", parity)
 
-    for length, grades in RETRIEVAL_GRADES.items():
+    for length, (size, grades) in RETRIEVAL.items():
         rows = [
-            retrieval_item(i, RETRIEVAL_PROMPT[length], digits, depth, streams["kjv"], encode)
-            for i, (digits, depth) in enumerate(grades)
+            retrieval_item(i, size, others, depth, streams["kjv"], encode) for i, (others, depth) in enumerate(grades)
         ]
         write(HERE / f"panels/retrieval-{length}.json", head("retrieval", length, "kjv", "own"), "items", rows)
-    rows = [recall_item(i, pairs, digits, encode) for i, (pairs, digits) in enumerate(RECALL_GRADES)]
+    rows = [recall_item(i, RECALL_PAIRS[i % len(RECALL_PAIRS)], encode) for i in range(RECALL_QUESTIONS)]
     write(HERE / "panels/recall.json", head("recall", None, "own"), "items", rows)
 
 
-def drawn(count: int, *labels: object) -> int:
-    """A number in ``range(count)`` that the labels decide, the same with every version of Python."""
-    return int(sha256(repr(labels).encode()), 16) % count
-
-
-def number(digits: int, *labels: object) -> str:
-    """A number of so many digits without a leading zero."""
-    return str(10 ** (digits - 1) + drawn(9 * 10 ** (digits - 1), *labels))
+def words_of(count: int, *labels: object) -> dict[str, str]:
+    """So many names with a word each; no word is a name, nor another's."""
+    order = sorted(NAMES, key=lambda name: sha256(repr((*labels, name)).encode()))
+    return dict(zip(order[:count], order[count : 2 * count], strict=True))
 
 
 def retrieval_item(
-    index: int, size: int, digits: int, depth: float, stream: Stream, encode: Encode
+    index: int, size: int, others: int, depth: float, stream: Stream, encode: Encode
 ) -> dict[str, object]:
-    """A prompt of ``size`` tokens that holds one sentence with a number, and asks for it."""
-    name = NAMES[drawn(len(NAMES), "retrieval", size, index)]
-    key = number(digits, "retrieval key", size, index)
-    head = encode(f"One sentence in the text below gives the pass key of the {name}. Find it.\n\n")
-    needle = encode(f"\n\nThe pass key of the {name} is {key}.\n\n")
-    tail = encode(f"\n\nThe pass key of the {name} is")
-    filler = stream.take(size - len(head) - len(needle) - len(tail))
-    at = round(depth * len(filler))
-    prompt = [*head, *filler[:at], *needle, *filler[at:], *tail]
-    grade = f"{digits} digits at {depth:g}"
-    return {"id": f"k{index:03d}", "prompt": prompt, "max_tokens": RETRIEVAL_TOKENS, "expected": key, "grade": grade}
+    """A prompt of ``size`` tokens in which one sentence gives the secret word that its end asks for."""
+    given = words_of(1 + others, "retrieval", size, index)
+    asked, word = next(iter(given.items()))
+    needles = [encode(f"\n\nThe secret word of the {name} is {each}.\n\n") for name, each in given.items()]
+    tail = encode(f"\n\nThe secret word of the {asked} is")
+    filler = stream.take(size - len(tail) - sum(map(len, needles)))
+    shares = [depth, *((place + 0.5) / others for place in range(others))]
+    prompt, last = [], 0
+    for share, needle in sorted(zip(shares, needles, strict=True)):
+        at = round(share * len(filler))
+        prompt += [*filler[last:at], *needle]
+        last = at
+    prompt += [*filler[last:], *tail]
+    grade = f"{others} other names, at {depth:g}"
+    return {"id": f"s{index:03d}", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "expected": word, "grade": grade}
 
 
-def recall_item(index: int, pairs: int, digits: int, encode: Encode) -> dict[str, object]:
-    """A list of names with a number each, and a question about one of them."""
-    names = sorted(NAMES, key=lambda name: sha256(f"recall {index} {name}".encode()))[:pairs]
-    numbers = {name: number(digits, "recall", index, name) for name in names}
-    asked = names[drawn(pairs, "recall asked", index)]
-    lines = "".join(f"{name}: {value}\n" for name, value in numbers.items())
-    prompt = encode(f"Numbers:\n{lines}\nThe number of {asked} is")
-    grade = f"{digits} digits of {pairs}"
-    expected = numbers[asked]
-    return {"id": f"n{index:03d}", "prompt": prompt, "max_tokens": RECALL_TOKENS, "expected": expected, "grade": grade}
+def recall_item(index: int, pairs: int, encode: Encode) -> dict[str, object]:
+    """A list of names and words, three lines of it again, and the name whose word comes next."""
+    given = words_of(pairs, "recall", index)
+    names = sorted(given, key=lambda name: sha256(repr(("recall asked", index, name)).encode()))
+    lines = {name: f"{name}: {word}\n" for name, word in given.items()}
+    text = "".join(lines.values()) + "\n" + "".join(lines[name] for name in names[1:4]) + f"{names[0]}:"
+    prompt, expected, grade = encode(text), given[names[0]], f"{pairs} names"
+    return {"id": f"n{index:03d}", "prompt": prompt, "max_tokens": ANSWER_TOKENS, "expected": expected, "grade": grade}
 
 
 def round_up(value: float, bits: int) -> float:

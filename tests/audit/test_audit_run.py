@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from audited_run import CACHE_BYTES, FAULT, IMPLEMENTATION, LENGTH, AuditedRun, write_run
 
+from pytest_kvqual import cli
 from pytest_kvqual._canonical import canonical_bytes, digest, pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual.audit.auditor import Options, Result, UnusableError, audit, lines
 from pytest_kvqual.audit.checks import CHECKS
@@ -101,6 +102,14 @@ def test_the_command_prints_writes_and_exits_with_the_verdict(
     assert main([str(whole.run_dir), "--output", str(out)]) == 0
     assert "verdict: PASSED" in capsys.readouterr().out
     assert json.loads(out.read_bytes())["predicate"]["verificationResult"] == "PASSED"
+
+
+def test_kvqual_audit_is_the_same_command(whole: AuditedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """``kvqual audit`` takes the same arguments and comes to the same lines."""
+    assert cli.main(["audit", str(whole.run_dir), "--length", str(LENGTH)]) == 0
+    printed = capsys.readouterr().out
+    assert main([str(whole.run_dir), "--length", str(LENGTH)]) == 0
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(
@@ -289,6 +298,16 @@ def test_damage_is_a_finding_of_its_check(
     assert check in _checks(result), result.report.findings
     assert not result.passed
     assert json.loads(encode(build(result)))["predicate"]["verificationResult"] == "FAILED"
+
+
+def test_a_check_that_could_not_be_made_does_not_say_ok(whole: AuditedRun, tmp_path: Path) -> None:
+    """Without the study the checks that need it are not reached, and the run does not pass."""
+    run = whole.copy(tmp_path / "run")
+    _study_gone(run)
+    result = _audit(run)
+    assert not result.passed
+    assert sum(line.endswith(": not reached") for line in lines(result)) >= 8
+    assert not any(line.startswith(("check  8", "check 12")) and ": ok" in line for line in lines(result))
 
 
 def test_nothing_outside_the_run_directory_is_read_through_a_link(whole: AuditedRun, tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ from pytest_kvqual.judge.gates import determinism, replay
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import parse
 from pytest_kvqual.study.freeze import Lock
-from pytest_kvqual.study.load import load_study, select
-from pytest_kvqual.study.model import Selection, Study
-from pytest_kvqual.study.panels import PanelItem
+from pytest_kvqual.study.load import SCORED_TASKS, load_study, select
+from pytest_kvqual.study.model import Gsm8kSource, Selection, Study
+from pytest_kvqual.study.panels import Panel, PanelItem
 from pytest_kvqual.tasks import orders
 
 ORACLE_GATES = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
-GATES = ("identity", "dispatch", *ORACLE_GATES, "determinism", "parity", "nll")
+GATES = ("identity", "dispatch", *ORACLE_GATES, "determinism", "parity", "nll", "retrieval", "recall")
+ALL_PASS = ["PASS"] * len(GATES)
 REAL = {"determinism": determinism.judge, "replay": replay.judge}
 POISON = (Poison(fault="slot-off-by-one", caught=True, figure="10 of 10"),)
 HALF: dict[str, object] = {"half": True}
@@ -93,6 +94,10 @@ class FakeAttempt(Attempt):
     def nll(self, name: str, *, fault: str | None = None, documents: int | None = None) -> None:
         self._records(name)
 
+    def scored(self, panel: Panel, name: str, *, fault: str | None = None, questions: int | None = None) -> None:
+        assert questions == (None if fault is None else self._selection.study.preservation[panel.task].poison_questions)
+        self._records(name)
+
     def reference(self) -> None:
         self._records("reference.jsonl")
 
@@ -125,11 +130,12 @@ def verdicts(monkeypatch: pytest.MonkeyPatch, asked: dict[str, dict[str, Any]]) 
 
     def judge(gate: str) -> Callable[..., Verdict]:
         def call(*args: object, **kwargs: Any) -> Verdict:
-            asked[gate] = kwargs
-            outcome = outcomes.get(gate, Outcome.PASS)
+            name = str(kwargs.get("gate", gate))
+            asked[name] = kwargs
+            outcome = outcomes.get(name, Outcome.PASS)
             findings = () if outcome is Outcome.PASS else ("cell 0",)
             null = Check(passed=True, figure="0")
-            return Verdict(gate=gate, outcome=outcome, figure="f", findings=findings, null=null, poison=POISON)
+            return Verdict(gate=name, outcome=outcome, figure="f", findings=findings, null=null, poison=POISON)
 
         return call
 
@@ -140,7 +146,8 @@ def verdicts(monkeypatch: pytest.MonkeyPatch, asked: dict[str, dict[str, Any]]) 
 
 def judge_of(gate: str) -> str:
     """Where a gate's judge is."""
-    return f"pytest_kvqual.judge.gates.{gate.replace('-', '_')}.judge"
+    module = "preservation" if gate in SCORED_TASKS else gate.replace("-", "_")
+    return f"pytest_kvqual.judge.gates.{module}.judge"
 
 
 @pytest.fixture
@@ -185,7 +192,8 @@ def run(
         try:
             campaign.prepare(gates)
             decided = {gate: campaign.decide(gate) for gate in gates}
-            return decided | {gate: campaign.absent(gate, "deselected") for gate in GATES if gate not in gates}
+            planned = [plan.name for plan in study.gates if plan.name in GATES]
+            return decided | {gate: campaign.absent(gate, "deselected") for gate in planned if gate not in gates}
         finally:
             campaign.close()
 
@@ -200,6 +208,12 @@ def outcomes(decisions: Mapping[str, Decision]) -> list[str]:
     return [decisions[gate].verdict.outcome.value for gate in GATES]
 
 
+def failing(gate: str) -> list[str]:
+    """The outcomes of a run in which one gate fails, and refuses the later ones."""
+    place = GATES.index(gate)
+    return ["PASS"] * place + ["FAIL"] + ["REFUSED"] * (len(GATES) - 1 - place)
+
+
 def outcome_of(attempt: Path) -> dict[str, str]:
     """An attempt's ``outcome.json``."""
     found: dict[str, str] = json.loads((attempt / "outcome.json").read_text())
@@ -208,7 +222,7 @@ def outcome_of(attempt: Path) -> dict[str, str]:
 
 def test_order(run: Run, events: list[str]) -> None:
     """Controls first, one server at a time, then the candidate, then the same arm in process."""
-    assert outcomes(run()) == ["PASS"] * 10
+    assert outcomes(run()) == ALL_PASS
     boots = [event for event in events if event.endswith((" boot", " stop", " reference"))]
     assert boots == [
         "native boot", "native stop", "reference boot", "reference stop",
@@ -217,21 +231,23 @@ def test_order(run: Run, events: list[str]) -> None:
 
 
 def test_captures_come_in_the_order_of_the_gates(run: Run, events: list[str]) -> None:
-    """Each gate captures from the one server; the losses are taken before parity stops it."""
+    """Each gate captures from the one server; losses and scored answers are taken before parity stops it."""
     run()
     own = [event.removeprefix("candidate ") for event in events if event.startswith("candidate ")]
     assert own == [
         "boot", "identity", "identity-poison", "dispatch", "oracle", "determinism", "parity",
-        "parity-poison-v-scale-dropped-on-read", "nll", "nll-poison-v-scale-dropped-on-read", "stop", "reference",
-        "stop",
+        "parity-poison-v-scale-dropped-on-read", "nll", "nll-poison-v-scale-dropped-on-read", "retrieval",
+        "retrieval-poison-v-scale-dropped-on-read", "recall", "recall-poison-v-scale-dropped-on-read", "stop",
+        "reference", "stop",
     ]  # fmt: skip
     null = [event.removeprefix("native ") for event in events if event.startswith("native ")]
     assert null == [
         "boot", "identity", "dispatch-healthy", "oracle-healthy", "determinism-healthy", "parity", "parity-reverse",
-        "nll", "nll-again", "stop",
+        "nll", "nll-again", "retrieval", "retrieval-again", "recall", "recall-again", "stop",
     ]  # fmt: skip
     assert [event for event in events if event.startswith("reference ")] == [
-        "reference boot", "reference identity", "reference nll", "reference stop",
+        "reference boot", "reference identity", "reference nll", "reference retrieval", "reference recall",
+        "reference stop",
     ]  # fmt: skip
 
 
@@ -296,7 +312,7 @@ def test_one_gate_alone(run: Run, events: list[str]) -> None:
     run()
     events.clear()
     decisions = run(("identity",))
-    assert outcomes(decisions) == ["PASS"] * 10
+    assert outcomes(decisions) == ALL_PASS
     assert events == []
     assert decisions["nll"].standing
 
@@ -306,7 +322,7 @@ def test_a_gate_without_the_ones_above_it_is_refused(run: Run, events: list[str]
     decisions = run(("parity",))
     assert decisions["parity"].verdict.outcome is Outcome.REFUSED
     assert [line.split(":")[:2] for line in decisions["parity"].verdict.findings] == [
-        [gate, " missing"] for gate in GATES[:-2]
+        [gate, " missing"] for gate in GATES[: GATES.index("parity")]
     ]
     assert events == []
 
@@ -314,7 +330,7 @@ def test_a_gate_without_the_ones_above_it_is_refused(run: Run, events: list[str]
 def test_a_failed_gate_refuses_the_later_ones(run: Run, verdicts: dict[str, Outcome], tmp_path: Path) -> None:
     """Later gates are refused and not captured, and the attempt says what it lacks."""
     verdicts["routing"] = Outcome.FAIL
-    assert outcomes(run()) == ["PASS"] * 3 + ["FAIL"] + ["REFUSED"] * 6
+    assert outcomes(run()) == failing("routing")
     (attempt,) = tmp_path.glob("evidence/candidate-*/attempt-1")
     assert outcome_of(attempt)["outcome"] == "failed"
     assert outcome_of(attempt)["reason"].startswith("not captured: determinism.jsonl, determinism-inputs.json, ")
@@ -335,15 +351,14 @@ def test_a_server_that_dies_in_mid_capture(run: Run, events: list[str], tmp_path
     """The gate fails, the attempt is kept as failed with the half capture, later gates are refused, the next is 2."""
     FakeAttempt.broken = {event: ServerError("the server died")}
     decisions = run()
-    place = GATES.index(gate)
-    assert outcomes(decisions) == ["PASS"] * place + ["FAIL"] + ["REFUSED"] * (9 - place)
+    assert outcomes(decisions) == failing(gate)
     assert "the server died" in decisions[gate].verdict.figure
     assert decisions[gate].verdict.findings[0].endswith("/attempt-1 is kept as failed")
     (attempt,) = tmp_path.glob("evidence/candidate-*/attempt-1")
     assert outcome_of(attempt) | {"outcome": "failed"} == outcome_of(attempt)
     assert "the server died" in outcome_of(attempt)["reason"]
     FakeAttempt.broken = {}
-    assert outcomes(run()) == ["PASS"] * 10
+    assert outcomes(run()) == ALL_PASS
     assert [path.name for path in sorted(tmp_path.glob("evidence/candidate-*/*"))] == ["attempt-1", "attempt-2"]
     assert [event for event in events if event.startswith("native boot")] == ["native boot"]
 
@@ -361,17 +376,65 @@ def test_a_death_during_nll_is_the_failure_of_nll(run: Run, tmp_path: Path) -> N
     """Parity, whose turn it is when the losses are taken, is judged on its own evidence."""
     FakeAttempt.broken = {"candidate nll": CaptureError("nll: found 31 of 32 requests failed")}
     decisions = run()
-    assert outcomes(decisions) == ["PASS"] * 9 + ["FAIL"]
+    assert outcomes(decisions) == failing("nll")
     (attempt,) = tmp_path.glob("evidence/candidate-*/attempt-1")
     assert outcome_of(attempt)["outcome"] == "failed"
     assert (attempt / "nll.jsonl").exists()
+
+
+def test_a_death_during_a_scored_task_is_its_own_failure(run: Run, tmp_path: Path) -> None:
+    """Gates above the task are judged on what they need; the answers that came are kept."""
+    FakeAttempt.broken = {"candidate retrieval": CaptureError("retrieval: found 96 of 96 requests failed")}
+    decisions = run()
+    assert outcomes(decisions) == failing("retrieval")
+    assert decisions["retrieval"].verdict.figure == "retrieval: found 96 of 96 requests failed"
+    (attempt,) = tmp_path.glob("evidence/candidate-*/attempt-1")
+    assert (attempt / "retrieval.jsonl").exists()
+
+
+def test_scored_judges_get_the_gate_its_questions_and_every_control(run: Run, asked: dict[str, dict[str, Any]]) -> None:
+    """One judge serves the scored gates: each with its own number of questions, both controls, and the null twice."""
+    run()
+    questions = load_study("smollm2-cpu").lengths[1024].questions
+    for gate in ("retrieval", "recall"):
+        assert (asked[gate]["gate"], asked[gate]["questions"]) == (gate, questions[gate])
+        assert list(asked[gate]["controls"]) == ["native", "reference"]
+        assert len(asked[gate]["null"]) == 2
+        assert list(asked[gate]["poison"]) == list(asked[gate]["faults"]) == ["v-scale-dropped-on-read"]
+
+
+def test_captures_of_other_gsm8k_questions_are_not_compared(
+    run: Run, events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was captured with another panel is refused by name: the panel is built anew in every run."""
+    embedded = load_study("smollm2-cpu")
+    length = embedded.lengths[1024]
+    rules = embedded.preservation["recall"]
+    source = Gsm8kSource(sha256="e" * 64, repository="r", revision="0" * 40, file="f", shots=tmp_path / "shots.json")
+    study = replace(
+        embedded,
+        gates=tuple(replace(plan, name="gsm8k") if plan.name == "recall" else plan for plan in embedded.gates),
+        preservation={**embedded.preservation, "gsm8k": rules},
+        gsm8k_source=source,
+        lengths={1024: replace(length, questions={**length.questions, "gsm8k": 1})},
+    )
+    panel = json.loads((embedded.directory / "panels" / "recall.json").read_bytes())
+    built = {**panel, "task": "gsm8k", "items": panel["items"][:1]}
+    monkeypatch.setattr("pytest_kvqual.gsm8k.build_panel", lambda *_: (built, json.dumps(built).encode()))
+    gates = (*GATES[:-1], "gsm8k")
+    assert run(gates, study=study)["gsm8k"].verdict.outcome is Outcome.PASS
+    assert len(list(tmp_path.glob("evidence/*/attempt-1/gsm8k-panel.json"))) == 3
+    built["items"] = panel["items"][1:2]
+    refused = run(gates, study=study)["gsm8k"].verdict
+    assert refused.outcome is Outcome.INCONCLUSIVE
+    assert "found other questions than this run's" in refused.figure
 
 
 @pytest.mark.parametrize("event", ["dispatch-healthy", "oracle-healthy", "determinism-healthy", "nll"])
 def test_a_control_that_dies_says_nothing_about_the_arm(run: Run, event: str) -> None:
     """The gate is inconclusive: its null is missing."""
     FakeAttempt.broken = {f"native {event}": CaptureError("the server died")}
-    assert outcomes(run()) == ["INCONCLUSIVE"] + ["REFUSED"] * 9
+    assert outcomes(run()) == ["INCONCLUSIVE"] + ["REFUSED"] * (len(GATES) - 1)
 
 
 def test_an_interrupt_closes_the_attempt(run: Run, tmp_path: Path) -> None:
@@ -433,7 +496,7 @@ def test_absent_gates(run: Run, verdicts: dict[str, Outcome]) -> None:
     """A gate that did not run is refused with the reason, and with what its earlier receipt said."""
     verdicts["nll"] = Outcome.FAIL
     run()
-    decision = run(GATES[:-1])["nll"]
+    decision = run(GATES[: GATES.index("nll")])["nll"]
     assert (decision.verdict.outcome, decision.verdict.figure) == (Outcome.REFUSED, "deselected")
     assert decision.verdict.findings[0].startswith("nll: failed: ")
 
@@ -449,14 +512,13 @@ def test_timing_is_refused_by_name(run: Run, tmp_path: Path, locked: dict[str, A
     finally:
         campaign.close()
     assert verdict.outcome is Outcome.REFUSED
-    assert [line.partition(":")[0] for line in verdict.findings] == ["retrieval", "recall", "fidelity"]
-    assert all(f"{name}: missing" in verdict.figure for name in ("retrieval", "recall"))
+    assert [line.partition(":")[0] for line in verdict.findings] == ["fidelity"]
     assert "fidelity: planned" in verdict.figure
 
 
 def test_a_control_under_qualification(run: Run, events: list[str], tmp_path: Path) -> None:
     """A control may be the arm; its null is an attempt of its own, and its losses are compared with the others."""
-    assert outcomes(run(arm="native")) == ["PASS"] * 10
+    assert outcomes(run(arm="native")) == ALL_PASS
     assert len(list(tmp_path.glob("evidence/native-*/attempt-*"))) == 2
     assert len(list(tmp_path.glob("evidence/reference-*/attempt-*"))) == 1
 

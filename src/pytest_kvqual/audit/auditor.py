@@ -47,12 +47,14 @@ class Result:
     gates: list[GateResult] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)
     timing: str = "refused"
+    reached: bool = False
+    """Whether there was a study to hold the rest against: without one the checks after it could not be made."""
 
     @property
     def passed(self) -> bool:
         """Whether every check holds and every required gate that does not time stands."""
         required = [gate for gate in self.gates if gate.required]
-        return bool(required) and not self.report.findings and all(gate.stands for gate in required)
+        return self.reached and bool(required) and not self.report.findings and all(gate.stands for gate in required)
 
     def verdict(self) -> str:
         """The verdict in one line."""
@@ -122,6 +124,7 @@ def _audit(tree: Tree, options: Options) -> Result:
     frozen = study.read(tree, scope.lock, scope.length, report)
     if frozen is None:
         return result
+    result.reached = True
     _against_the_lock(frozen, newest, report)
     stored.check_chain(frozen.gates, newest, report)
     records = _records(tree, options, frozen, scope, newest, report)
@@ -356,7 +359,7 @@ def lines(result: Result) -> Sequence[str]:
         if findings:
             found.append(f"check {number:2d} {name}: FAILED {len(findings)}: {findings[0].line()}")
         elif not result.report.seen.get(number):
-            found.append(f"check {number:2d} {name}: ok, nothing to look at")
+            found.append(f"check {number:2d} {name}: {'ok, nothing to look at' if result.reached else 'not reached'}")
         else:
             found.append(f"check {number:2d} {name}: ok")
     found += [f"gate {gate.line()}" for gate in result.gates]

@@ -87,11 +87,13 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seen: dict[int, int] = field(default_factory=dict)
+    _known: set[Finding] = field(default_factory=set)
 
     def find(self, check: int, where: str, text: str) -> None:
         """The check objects; the same objection is kept once."""
         found = Finding(check=check, where=one_line(where), text=one_line(text))
-        if found not in self.findings:
+        if found not in self._known:
+            self._known.add(found)
             self.findings.append(found)
 
     def look(self, check: int, count: int = 1) -> None:

@@ -51,13 +51,12 @@ def bound(*, lost: int, total: int, limit: float, confidence: float, gained: int
     upper = preservation_upper(lost, total, confidence)
     most = most_lost(total, limit, confidence)
     passed = upper < limit
-    lines = [
-        f"{lost} lost of {total}: {_percent(confidence)} upper bound {_share(upper)}, "
-        f"{'below' if passed else 'not below'} {_percent(limit)}",
-        f"up to {most} lost would pass"
-        if most is not None
-        else f"no count would pass: {_fewest(limit, confidence)} questions are the fewest that can",
-    ]
+    side = "below" if passed else "not below"
+    lines = [f"{lost} lost of {total}: {_percent(confidence)} upper bound {_share(upper)}, {side} {_percent(limit)}"]
+    if most is None:
+        lines.append(f"no count would pass: {_fewest(limit, confidence)} questions are the fewest that can")
+    else:
+        lines.append(f"up to {most} lost would pass")
     if gained is not None:
         found = net_interval(lost, gained, total, confidence)
         lines.append(
@@ -78,9 +77,9 @@ def power(
 ) -> tuple[str, ...]:
     """With what probability a design passes, and how many questions would make it ``wanted``.
 
-    Exactly one of ``loss_rate`` (the candidate's true loss probability) and ``null`` is given. With a null the candidate
-    is one that loses no more against the control than the control against itself: at the share that was observed, and
-    at that share's upper bound, at ``confidence``.
+    Exactly one of ``loss_rate`` (the candidate's true loss probability) and ``null`` is given. With a null the
+    candidate is one that loses no more against the control than the control against itself: at the share that was
+    observed, and at that share's upper bound, at ``confidence``.
 
     Raises:
         StudyError: So few questions that even with none lost the bound is not below the limit.
@@ -97,10 +96,8 @@ def power(
             f"bound is not below {_percent(limit)} with 0 lost",
             advice="ask more questions, or declare a wider limit",
         )
-    lines = [
-        f"{total} questions, {_percent(confidence)} upper bound below {_percent(limit)}: up to {most} lost pass; "
-        f"{fewest} questions are the fewest that can pass"
-    ]
+    rule = f"{_percent(confidence)} upper bound below {_percent(limit)}"
+    lines = [f"{total} questions, {rule}: up to {most} lost pass; {fewest} questions are the fewest that can pass"]
     rates: list[float | Fraction]
     if null is not None:
         _limited("null total", null.total)
@@ -151,7 +148,7 @@ def _passing(total: int, limit: float, confidence: float, wanted: float, rate: f
     try:
         enough = f"from {smallest_total(limit, confidence, rate, wanted)} questions on it is at least {wanted:g}"
     except ValueError:
-        # Before the other arguments were refused above, so this is the rate.
+        # The other arguments were taken by the calls before, so it is this one or the rate.
         if not 0 < wanted < 1:
             raise
         if rate < limit:
@@ -186,7 +183,7 @@ def _points(net: int, total: int) -> str:
 
 
 def _probability(probability: float) -> str:
-    """Six decimals; a probability that is neither 0 nor 1 is not printed as if it were."""
+    """Six decimals; a float that is neither 0 nor 1 is not printed as if it were."""
     shown = f"{probability:.{_DIGITS}f}"
     if float(shown) == 1 and probability < 1:
         return f"above {1 - 10**-_DIGITS:.{_DIGITS}f}"

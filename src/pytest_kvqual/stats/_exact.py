@@ -15,13 +15,17 @@ def tail_count(lost: int, total: int, numerator: int, whole: int) -> int:
     ``numerator`` / ``whole`` is the probability of a loss, 0 to 1; ``lost`` is 0 to ``total``.
     """
     complement = whole - numerator
-    # The shorter of the two tails is summed.
+    # The shorter of the two tails is summed; `rest` is the factor that its terms share.
+    rest: int
     if 2 * lost < total:
-        return _sum(range(lost, -1, -1), total, numerator, complement) * complement ** (total - lost)
-    if lost == total:
-        return whole**total
-    above = _sum(range(lost + 1, total + 1), total, complement, numerator) * numerator ** (lost + 1)
-    return whole**total - above
+        rest = complement ** (total - lost)
+        return _sum(range(lost, -1, -1), total, numerator, complement) * rest
+    above = 0
+    if lost < total:
+        rest = numerator ** (lost + 1)
+        above = _sum(range(lost + 1, total + 1), total, complement, numerator) * rest
+    every: int = whole**total
+    return every - above
 
 
 def at_most(count: int, whole: int, share: Fraction) -> bool:

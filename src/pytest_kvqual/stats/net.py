@@ -12,7 +12,8 @@ from pytest_kvqual.stats._exact import check_counts, share_of
 class NetInterval:
     """The result of :func:`net_interval`. It keeps its inputs, so that a reader can redo it.
 
-    ``lower`` and ``upper`` are net changes in questions of ``total``; divided by ``total`` they are changes of accuracy.
+    ``lower`` and ``upper`` are net changes in questions of ``total``; divided by ``total`` they are changes of
+    accuracy.
     """
 
     lost: int

@@ -42,8 +42,9 @@ def passing_probability(total: int, limit: float, confidence: float, loss_rate: 
     most = most_lost(total, limit, confidence)
     if most is None:
         return 0.0
+    passing, whole = tail_count(most, total, rate.numerator, rate.denominator), rate.denominator**total
     # A quotient of integers is rounded once, to the nearest float.
-    return tail_count(most, total, rate.numerator, rate.denominator) / rate.denominator**total
+    return float(passing / whole)
 
 
 def smallest_possible(limit: float, confidence: float) -> int:
@@ -201,7 +202,8 @@ class _Tail:
             return True
         if self._tail[1] * share.denominator < share.numerator * _SCALE:
             return False
-        return self._count() * share.denominator >= share.numerator * self._rate.denominator**self.total
+        whole: int = self._rate.denominator**self.total
+        return self._count() * share.denominator >= share.numerator * whole
 
     def _grow(self, factor: int, divisor: int) -> None:
         low, high = self._term

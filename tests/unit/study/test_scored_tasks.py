@@ -82,7 +82,7 @@ def test_rules_of_a_gate_that_is_not_required_are_refused(scored: TinyStudy) -> 
 def test_a_required_gate_without_rules_or_questions_is_refused(tiny_study: TinyStudy) -> None:
     """A scored gate cannot be required without its section."""
     tiny_study.replace('[gates.recall]\nstate = "planned"', '[gates.recall]\nstate = "required"')
-    with pytest.raises(StudyError, match="lengths.16"):
+    with pytest.raises(StudyError, match=r"lengths\.16"):
         load_study(str(tiny_study.folder))
 
 
