@@ -609,6 +609,7 @@ BATTERY: dict[str, tuple[int, Damage]] = {
     "nothing that says how a server ran": (13, silent),
     # 14: gsm8k
     "another gsm8k panel in one arm": (14, document(SECOND, "gsm8k-panel.json", set_in(("items", 0, "grade"), "x"))),
+    "other worked questions in every arm": (14, same_panels(("sources", 2), f"sha256 {'9' * 64}")),
     "a gsm8k panel of another set in every arm": (14, same_panels(("sources", 1), f"sha256 {'9' * 64}")),
     # 15: controls, null, copies
     "a control's answers copied from another": (15, copied(FIRST, "retrieval.jsonl", SECOND, "retrieval.jsonl")),

