@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_kvqual.server.command import PACKAGE_ROOT, serve_command, worker_config
+from pytest_kvqual.server.command import PACKAGE_ROOT, engine_arguments, serve_command, worker_config
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
 
@@ -66,6 +66,16 @@ def test_another_pool_changes_the_command(selection: Selection) -> None:
     """The pool's size is the selection's, not the length's."""
     argv, _ = make(replace(selection, cache_bytes=12345))
     assert value(argv, "--kv-cache-memory-bytes") == "12345"
+
+
+def test_server_and_reference_have_the_pool_that_was_asked_for() -> None:
+    """``--length 1024 --cache-bytes 34359738368`` reaches the server and the generation in process alike."""
+    selection = select(load_study(str(STUDY)), arm="candidate", length=1024, cache_bytes=34359738368)
+    served, _ = make(selection)
+    reference = engine_arguments(selection, model=Path("/models/m"), worker_config={})
+    for argv in (served, list(reference)):
+        assert value(argv, "--kv-cache-memory-bytes") == "34359738368"
+        assert value(argv, "--max-model-len") == "1280"
 
 
 def test_the_worker_is_told_its_arm(selection: Selection) -> None:
