@@ -152,6 +152,21 @@ def test_another_length_or_size_is_refused_naming_both(
     assert all(str(number) in result.report.of(5)[0].text for number in named)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [("arm", "candidat", "no prefix and arm 'candidat'"), ("prefix", "8k-", "prefix '8k-'")],
+)
+def test_another_arm_or_prefix_is_refused_naming_what_is_there(
+    option: str, value: str, named: str, whole: AuditedRun
+) -> None:
+    """An arm or a prefix without receipts is a finding of check 6 with what was asked for and what was found."""
+    result = _audit(whole, **{option: value})
+    assert _checks(result) == {6}
+    assert (
+        result.report.of(6)[0].text == f"found receipts of candidate-{LENGTH}-{CACHE_BYTES}, expected some of {named}"
+    )
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 

@@ -449,10 +449,10 @@ def _sections(top: Table, gates: tuple[GatePlan, ...]) -> dict[str, Table]:
 def _preservation(table: Table, name: str, lengths: dict[int, Length]) -> PreservationRules:
     limit = table.number("limit")
     if not 0 < limit < 1:
-        table.fail("limit", f"{limit}", "a loss probability between 0 and 1")
+        table.fail("limit", f"{limit}", "a loss probability between 0 and 1", advice="5 % is 0.05")
     confidence = table.number("confidence")
     if not 0.5 < confidence < 1:
-        table.fail("confidence", f"{confidence}", "a one-sided confidence between 0.5 and 1")
+        table.fail("confidence", f"{confidence}", "a one-sided confidence between 0.5 and 1", advice="95 % is 0.95")
     fewest = min(length.questions[name] for length in lengths.values())
     reasoning = table.strings("reasoning")
     if len(reasoning) not in (0, 2) or "" in reasoning:

@@ -46,6 +46,7 @@ def test_a_scored_panel_has_answers_and_grades(scored: TinyStudy) -> None:
     ("old", "new", "message"),
     [
         ("limit = ", "limit = 1.0 #", "a loss probability between 0 and 1"),
+        ("limit = ", "limit = 5 #", "found 5.0, expected a loss probability between 0 and 1 (5 % is 0.05)"),
         ("confidence = ", "confidence = 0.5 #", "a one-sided confidence between 0.5 and 1"),
         ("floor = ", "floor = 1.5 #", "floor"),
         ("stop = ", 'stop = "Question:" #', "stop"),
@@ -63,7 +64,7 @@ def test_rules_that_cannot_be_meant_are_refused(scored: TinyStudy, old: str, new
     scored.toml.write_text(text[:start] + text[start:].replace(old, new, 1), encoding="utf-8")
     with pytest.raises(StudyError) as caught:
         load_study(str(scored.folder))
-    assert message in str(caught.value)
+    assert message in caught.value.line()
     assert "retrieval" in str(caught.value)
     assert "\n" not in str(caught.value)
 
