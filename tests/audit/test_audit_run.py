@@ -119,7 +119,7 @@ def test_kvqual_audit_is_the_same_command(whole: AuditedRun, capsys: pytest.Capt
         pytest.param(["missing"], id="missing"),
         pytest.param(["{}", "--length", "x"], id="length-no-number"),
         pytest.param(["{}", "--prefix", "../x"], id="prefix-a-path"),
-        pytest.param(["{}", "--gsm8k", "missing"], id="data-set-missing"),
+        pytest.param(["{}", "--gsm8k", "missing"], id="test-set-missing"),
         pytest.param(["{}", "--output", "missing/folder/x"], id="output-unwritable"),
     ],
 )

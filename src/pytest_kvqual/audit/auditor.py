@@ -27,7 +27,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What to audit. ``gsm8k`` is the data set's file of JSON lines; None leaves it unread."""
+    """What to audit. ``gsm8k`` is the test set's file of JSON lines; None leaves it unread."""
 
     run_dir: Path
     prefix: str = ""

@@ -96,7 +96,7 @@ _ARM = (
 )  # fmt: skip
 _LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels", "questions")
 _PANELS = ("nll", "oracle", "retrieval", "recall")
-#: gsm8k has none: its panel is built from the data set when it is asked for.
+#: gsm8k has none: its panel is built from the test set when it is asked for.
 _NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), **{name: name for name in ("nll", "retrieval", "recall")}}
 _PRESERVATION = (
     "limit", "confidence", "floor", "max_tokens", "stop", "run_on", "reasoning", "empty_share", "truncated_share",
