@@ -52,6 +52,8 @@ def test_a_scored_panel_has_answers_and_grades(scored: TinyStudy) -> None:
         ("stop = ", 'stop = "Question:" #', "stop"),
         ("stop = ", 'stop = [""] #', "stop"),
         ("reasoning = ", 'reasoning = ["<think>"] #', "found 1 markers"),
+        ("reasoning = ", 'reasoning = ["<think>", "<think>"] #', "two of which none is in the other"),
+        ("reasoning = ", 'reasoning = ["think", "/think"] #', "two of which none is in the other"),
         ("empty_share = ", "empty_share = -0.1 #", "empty_share"),
         ("poison_questions = ", "poison_questions = 0 #", "poison_questions"),
         ("poison_questions = ", "poison_questions = 999 #", "poison_questions"),
