@@ -459,7 +459,9 @@ def _preservation(table: Table, name: str, lengths: dict[int, Length]) -> Preser
         table.fail("reasoning", f"{len(reasoning)} markers", "none, or the one that begins it and the one that ends it")
     if reasoning and (reasoning[0] in reasoning[1] or reasoning[1] in reasoning[0]):
         # Where one is found the other is too, so a text could be read in two ways.
-        table.fail("reasoning", f"the markers '{reasoning[0]}' and '{reasoning[1]}'", "two of which none is in the other")
+        table.fail(
+            "reasoning", f"the markers '{reasoning[0]}' and '{reasoning[1]}'", "two of which none is in the other"
+        )
     return PreservationRules(
         limit=limit,
         confidence=confidence,
