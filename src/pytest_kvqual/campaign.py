@@ -180,7 +180,14 @@ class Campaign:
             raise StudyError(f"{self.study.directory}: found no [gsm8k] source, expected one: the gate is required")
         rules = self.study.preservation["gsm8k"]
         _, data = build_panel(source, rules, self._model / "tokenizer.json", self._gsm8k_file)
-        check_fit(GSM8K_PANEL, self._parsed(data), length.max_model_len, length.tokens)
+        panel, wanted = self._parsed(data), length.questions["gsm8k"]
+        if len(panel.items) != wanted:
+            raise StudyError(
+                f"{self.study.directory / 'study.toml'}: in 'lengths.{length.tokens}.questions.gsm8k': found {wanted}, "
+                f"expected {len(panel.items)}, the questions of the test set",
+                advice="every question is asked",
+            )
+        check_fit(GSM8K_PANEL, panel, length.max_model_len, length.tokens)
         return data
 
     def _parsed(self, data: bytes) -> Panel:

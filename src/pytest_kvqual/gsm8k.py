@@ -57,7 +57,7 @@ def load_questions(source: Gsm8kSource, file: Path | None) -> list[dict[str, str
 
 
 def load_shots(path: Path) -> list[dict[str, str]]:
-    """The worked examples of a prompt: a JSON list of ``{"question", "answer"}``, at least one.
+    """The worked questions of a prompt: a JSON list of ``{"question", "answer"}``, at least one.
 
     Raises:
         StudyError: No file; no such list; an empty question; an answer that does not end in ``#### NUMBER``.
@@ -78,13 +78,13 @@ def build_panel(
     the text's beginning stands in them exactly where the tokenizer adds one.
 
     Args:
-        source: Where the set and the worked examples are.
+        source: Where the set and the worked questions are.
         rules: ``max_tokens`` of each question.
         tokenizer_json: The model's ``tokenizer.json``.
         file: As in :func:`load_questions`.
 
     Raises:
-        StudyError: As :func:`load_questions` and :func:`load_shots`; a worked example that is a question of the test
+        StudyError: As :func:`load_questions` and :func:`load_shots`; a worked question that is a question of the test
             set; a tokenizer that cannot be read.
     """
     questions, shots = load_questions(source, file), load_shots(source.shots)

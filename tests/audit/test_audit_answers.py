@@ -133,7 +133,7 @@ RULES = st.fixed_dictionaries(
     table=RULES,
 )
 def test_every_text_has_the_same_outcome(task: str, text: str, finish: str, expected: str, table: Any) -> None:
-    """Kind, the answer found, loose match and tokens are those of the task's parser."""
+    """Kind, the answer found, lenient match and tokens are those of the task's parser."""
     own, other = both(task, record(text, finish), expected, {**PLAIN, **table})
     assert own == other
 

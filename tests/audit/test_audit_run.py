@@ -119,7 +119,7 @@ def test_kvqual_audit_is_the_same_command(whole: AuditedRun, capsys: pytest.Capt
         pytest.param(["missing"], id="missing"),
         pytest.param(["{}", "--length", "x"], id="length-no-number"),
         pytest.param(["{}", "--prefix", "../x"], id="prefix-a-path"),
-        pytest.param(["{}", "--gsm8k", "missing"], id="data-set-missing"),
+        pytest.param(["{}", "--gsm8k", "missing"], id="test-set-missing"),
         pytest.param(["{}", "--output", "missing/folder/x"], id="output-unwritable"),
     ],
 )
@@ -150,6 +150,21 @@ def test_another_length_or_size_is_refused_naming_both(
     result = _audit(whole, **{option: value})
     assert _checks(result) == {5}
     assert all(str(number) in result.report.of(5)[0].text for number in named)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [("arm", "candidat", "no prefix and arm 'candidat'"), ("prefix", "8k-", "prefix '8k-'")],
+)
+def test_another_arm_or_prefix_is_refused_naming_what_is_there(
+    option: str, value: str, named: str, whole: AuditedRun
+) -> None:
+    """An arm or a prefix without receipts is a finding of check 6 with what was asked for and what was found."""
+    result = _audit(whole, **{option: value})
+    assert _checks(result) == {6}
+    assert (
+        result.report.of(6)[0].text == f"found receipts of candidate-{LENGTH}-{CACHE_BYTES}, expected some of {named}"
+    )
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

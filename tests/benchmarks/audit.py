@@ -56,6 +56,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
+    if options.repetitions < 1:
+        parser.error(f"--repetitions: found {options.repetitions}, expected at least 1")
     run = made(options.folder)
     size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
     print(f"{size / 2**20:.0f} MiB in {sum(path.is_file() for path in run.rglob('*'))} files")

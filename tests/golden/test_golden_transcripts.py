@@ -25,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_transcript(case: dict[str, Any]) -> None:
-    """Kind, found answer and loose match are those that were written down."""
+    """Kind, found answer and lenient match are those that were written down."""
     asked = item(case["expected"])
     if "record" in case:
         given = {"id": asked.id, "order": "forward", "index": 0, **case["record"]}
@@ -52,7 +52,7 @@ def test_transcripts_cover_every_kind_of_every_task() -> None:
 
 
 def test_the_documented_transcripts_are_the_golden_ones() -> None:
-    """Each row of the table in docs/tasks.md is a case, with its text and its outcome."""
+    """Each row of the table in docs/tasks.md is a case, with its text and its kind."""
     text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and '| `"' in line]
     made = set()
@@ -60,10 +60,10 @@ def test_the_documented_transcripts_are_the_golden_ones() -> None:
         for case in json.loads(path.read_bytes()):
             if "text" in case:
                 shown = json.dumps(case["text"], ensure_ascii=False)
-                loosely = "right" if case["lenient"] else "not right"
+                leniently = "right" if case["lenient"] else "not right"
                 made.add(
                     f"| {case['name']} | `{shown}` | {case['finish_reason']} | {case['expected']} | {case['kind']} | "
-                    f"{loosely} | {case['why']} |"
+                    f"{leniently} | {case['why']} |"
                 )
     assert len(rows) > 30
     assert not set(rows) - made

@@ -13,7 +13,15 @@ import pytest
 from pytest_kvqual import campaign as module
 from pytest_kvqual.attempt import Attempt, load_task_panel, pass_panels
 from pytest_kvqual.campaign import Campaign
-from pytest_kvqual.errors import CaptureError, EvidenceError, LockError, ModelError, RefusedError, ServerError
+from pytest_kvqual.errors import (
+    CaptureError,
+    EvidenceError,
+    LockError,
+    ModelError,
+    RefusedError,
+    ServerError,
+    StudyError,
+)
 from pytest_kvqual.faults.seeded import SEEDED, seeded
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.gates import determinism, replay
@@ -403,22 +411,26 @@ def test_scored_judges_get_the_gate_its_questions_and_every_control(run: Run, as
         assert list(asked[gate]["poison"]) == list(asked[gate]["faults"]) == ["v-scale-dropped-on-read"]
 
 
+def with_gsm8k(folder: Path, *, questions: int) -> tuple[Study, dict[str, Any]]:
+    """The embedded study with the gate gsm8k in place of recall, and recall's panel, to take the questions from."""
+    embedded = load_study("smollm2-cpu")
+    length = embedded.lengths[1024]
+    source = Gsm8kSource(sha256="e" * 64, repository="r", revision="0" * 40, file="f", shots=folder / "shots.json")
+    study = replace(
+        embedded,
+        gates=tuple(replace(plan, name="gsm8k") if plan.name == "recall" else plan for plan in embedded.gates),
+        preservation={**embedded.preservation, "gsm8k": embedded.preservation["recall"]},
+        gsm8k_source=source,
+        lengths={1024: replace(length, questions={**length.questions, "gsm8k": questions})},
+    )
+    return study, json.loads((embedded.directory / "panels" / "recall.json").read_bytes())
+
+
 def test_captures_of_other_gsm8k_questions_are_not_compared(
     run: Run, events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was captured with another panel is refused by name: the panel is built anew in every run."""
-    embedded = load_study("smollm2-cpu")
-    length = embedded.lengths[1024]
-    rules = embedded.preservation["recall"]
-    source = Gsm8kSource(sha256="e" * 64, repository="r", revision="0" * 40, file="f", shots=tmp_path / "shots.json")
-    study = replace(
-        embedded,
-        gates=tuple(replace(plan, name="gsm8k") if plan.name == "recall" else plan for plan in embedded.gates),
-        preservation={**embedded.preservation, "gsm8k": rules},
-        gsm8k_source=source,
-        lengths={1024: replace(length, questions={**length.questions, "gsm8k": 1})},
-    )
-    panel = json.loads((embedded.directory / "panels" / "recall.json").read_bytes())
+    study, panel = with_gsm8k(tmp_path, questions=1)
     built = {**panel, "task": "gsm8k", "items": panel["items"][:1]}
     monkeypatch.setattr("pytest_kvqual.gsm8k.build_panel", lambda *_: (built, json.dumps(built).encode()))
     gates = (*GATES[:-1], "gsm8k")
@@ -428,6 +440,18 @@ def test_captures_of_other_gsm8k_questions_are_not_compared(
     refused = run(gates, study=study)["gsm8k"].verdict
     assert refused.outcome is Outcome.INCONCLUSIVE
     assert "found other questions than this run's" in refused.figure
+
+
+def test_another_number_of_gsm8k_questions_is_refused_before_a_boot(
+    run: Run, events: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study that declares more or fewer questions than the test set has is refused by its key."""
+    study, panel = with_gsm8k(tmp_path, questions=2)
+    built = {**panel, "task": "gsm8k", "items": panel["items"][:1]}
+    monkeypatch.setattr("pytest_kvqual.gsm8k.build_panel", lambda *_: (built, json.dumps(built).encode()))
+    with pytest.raises(StudyError, match=r"lengths\.1024\.questions\.gsm8k': found 2, expected 1, the questions"):
+        run((*GATES[:-1], "gsm8k"), study=study)
+    assert events == []
 
 
 @pytest.mark.parametrize("event", ["dispatch-healthy", "oracle-healthy", "determinism-healthy", "nll"])

@@ -124,7 +124,7 @@ def test_power_at_the_edges(rate: str, text: str, capsys: pytest.CaptureFixture[
         (["bound", "--lost", "1.5", "--total", "20", "--limit", "0.02"], "lost: found '1.5', expected an integer"),
         (["bound", "--lost", "1", "--total", "20001", "--limit", "0.02"], "total: found 20001, expected 1 to 20000"),
         (["bound", "--lost", "1", "--total", "20", "--limit", "2"], "limit: found 2.0, expected a number between"),
-        ([*BOUND, "--confidence", "95"], "confidence: found 95.0, expected a number between 0 and 1"),
+        ([*BOUND, "--confidence", "95"], "confidence: found 95.0, expected a number between 0 and 1 (95 % is 0.95)"),
         ([*BOUND, "--gained", "1300"], "lost + gained: found 1320, expected at most 1319"),
     ],
 )

@@ -54,7 +54,7 @@ class Failed:
 class Outcome:
     """What became of one question: its kind, the answer found in it, and its tokens.
 
-    ``lenient``: the expected answer stands somewhere where a loose reading finds it; it decides nothing.
+    ``lenient``: the expected answer stands somewhere where a lenient reading finds it; it decides nothing.
     """
 
     kind: str
@@ -103,7 +103,7 @@ def outcome(task: str, record: object, item: Mapping[str, Any], rules: Mapping[s
 
 
 def grade(task: str, text: str, limited: bool, expected: str, rules: Mapping[str, Any]) -> tuple[str, str | None, bool]:
-    """The kind of an answer's text, what it says, and whether a loose reading finds the expected answer.
+    """The kind of an answer's text, what it says, and whether a lenient reading finds the expected answer.
 
     ``limited``: the limit on the tokens ended the text.
     """
@@ -311,7 +311,7 @@ _MOST_DIGITS = 600
 
 
 def _final_number(part: Segment, expected: str) -> tuple[str | None, bool, bool, bool]:
-    """GSM8K: the number behind the last ``####``. What it says, whether right, whether whole, whether loosely right."""
+    """GSM8K: the number behind the last ``####``. What it says, whether right, whole, and right by the lenient rule."""
     wanted = number(expected)
     lenient = wanted is not None and _last_number(part.text) == wanted
     _, mark, rest = part.text.rpartition("####")

@@ -27,7 +27,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What to audit. ``gsm8k`` is the data set's file of JSON lines; None leaves it unread."""
+    """What to audit. ``gsm8k`` is the test set's file of JSON lines; None leaves it unread."""
 
     run_dir: Path
     prefix: str = ""
@@ -93,7 +93,7 @@ def audit(options: Options) -> Result:
         tree = Tree(options.run_dir)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UnusableError(f"{options.run_dir}: cannot be read: {reason}") from None
+        raise UnusableError(f"{options.run_dir}: cannot be read: {reason}, expected a run directory") from None
     try:
         return _audit(tree, options)
     finally:
@@ -190,7 +190,11 @@ def _folder(tree: Tree, options: Options, report: Report) -> Folder | None:
             report.note(f"{stored.FOLDER}/{name}: of another scope; not audited")
     if not found:
         if names:
-            report.find(6, stored.FOLDER, "found no receipts of this prefix, expected some")
+            asked = [f"prefix {options.prefix!r}"] if options.prefix else ["no prefix"]
+            asked += [f"arm {options.arm!r}"] if options.arm is not None else []
+            report.find(
+                6, stored.FOLDER, f"found receipts of {', '.join(names)}, expected some of {' and '.join(asked)}"
+            )
         return None
     return stored.read_folder(tree, next(iter(found)), report)
 

@@ -18,7 +18,7 @@
 11. Records: each item of a capture once, in order, nothing twice, missing or extra.
 12. Bounds and figures: outcome, figure, null, poison and every number of a receipt are what follows from the records.
 13. Effective settings: the arms differ only where the study says.
-14. GSM8K: the same panel in all arms, made of the data set that the study names.
+14. GSM8K: the same panel in all arms, made of the test set that the study names.
 15. Controls and null: the study's controls, the null captured twice, and no capture copied from another.
 16. Timing: none without every gate above it.
 
@@ -56,7 +56,7 @@ CHECKS: Final[Mapping[int, str]] = MappingProxyType(
         11: "counts, duplicates, extras",
         12: "bounds and figures",
         13: "effective settings",
-        14: "gsm8k panel and data set",
+        14: "gsm8k panel and test set",
         15: "controls, null and copies",
         16: "timing",
     }

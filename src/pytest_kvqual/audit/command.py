@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not _PREFIX.fullmatch(arguments.prefix):
             raise UnusableError(f"--prefix: found {arguments.prefix!r}, expected letters, digits, '.', '_' and '-'")
         if arguments.gsm8k is not None and not arguments.gsm8k.is_file():
-            raise UnusableError(f"--gsm8k: found no file {arguments.gsm8k}, expected the data set as JSON lines")
+            raise UnusableError(f"--gsm8k: found no file {arguments.gsm8k}, expected the test set as JSON lines")
         result = audit(
             Options(
                 run_dir=arguments.run_dir,

@@ -44,7 +44,9 @@ def share_of(name: str, value: float | Fraction) -> Fraction:
     elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         found = Fraction(repr(float(value)))
     else:
-        raise ValueError(f"{name}: found {value!r}, expected a number between 0 and 1")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value < 100
+        advice = f" ({value:g} % is {value / 100:g})" if number else ""
+        raise ValueError(f"{name}: found {value!r}, expected a number between 0 and 1{advice}")
     if not 0 < found < 1:
         raise ValueError(f"{name}: found {value}, expected a number between 0 and 1")
     return found

@@ -96,7 +96,7 @@ _ARM = (
 )  # fmt: skip
 _LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels", "questions")
 _PANELS = ("nll", "oracle", "retrieval", "recall")
-#: gsm8k has none: its panel is built from the data set when it is asked for.
+#: gsm8k has none: its panel is built from the test set when it is asked for.
 _NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), **{name: name for name in ("nll", "retrieval", "recall")}}
 _PRESERVATION = (
     "limit", "confidence", "floor", "max_tokens", "stop", "run_on", "reasoning", "empty_share", "truncated_share",
@@ -449,14 +449,19 @@ def _sections(top: Table, gates: tuple[GatePlan, ...]) -> dict[str, Table]:
 def _preservation(table: Table, name: str, lengths: dict[int, Length]) -> PreservationRules:
     limit = table.number("limit")
     if not 0 < limit < 1:
-        table.fail("limit", f"{limit}", "a loss probability between 0 and 1")
+        table.fail("limit", f"{limit}", "a loss probability between 0 and 1", advice="5 % is 0.05")
     confidence = table.number("confidence")
     if not 0.5 < confidence < 1:
-        table.fail("confidence", f"{confidence}", "a one-sided confidence between 0.5 and 1")
+        table.fail("confidence", f"{confidence}", "a one-sided confidence between 0.5 and 1", advice="95 % is 0.95")
     fewest = min(length.questions[name] for length in lengths.values())
     reasoning = table.strings("reasoning")
     if len(reasoning) not in (0, 2) or "" in reasoning:
         table.fail("reasoning", f"{len(reasoning)} markers", "none, or the one that begins it and the one that ends it")
+    if reasoning and (reasoning[0] in reasoning[1] or reasoning[1] in reasoning[0]):
+        # Where one is found the other is too, so a text could be read in two ways.
+        table.fail(
+            "reasoning", f"the markers '{reasoning[0]}' and '{reasoning[1]}'", "two of which none is in the other"
+        )
     return PreservationRules(
         limit=limit,
         confidence=confidence,

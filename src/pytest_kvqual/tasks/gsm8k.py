@@ -1,6 +1,6 @@
 """GSM8K: grade-school problems, answered in free text that ends in ``#### NUMBER`` (Cobbe et al. 2021, section 2).
 
-The prompt is ``Question: …``, a line ``Answer: …`` and an empty line for each worked example, then the question and
+The prompt is ``Question: …``, a line ``Answer: …`` and an empty line for each worked question, then the question and
 ``Answer:``. The set's answers hold the calculator annotations ``<<16-3-4=9>>`` of that paper; no prompt shows them, and
 their number is the question's grade.
 """
@@ -26,7 +26,7 @@ _LINE_END = re.compile(r"[\r\n]")
 def read(segment: Segment, expected: str) -> Reading:
     """The answer in a segment: the one number behind its last ``####``, up to the line's end.
 
-    It is right where it equals ``expected`` as a rational. Loosely, the segment's last number is.
+    It is right where it equals ``expected`` as a rational. Leniently, the segment's last number is.
 
     Raises:
         StudyError: ``expected`` is no number.
@@ -68,7 +68,7 @@ def build_items(
 
     Args:
         questions: ``{"question", "answer"}``; each answer ends in ``#### NUMBER``.
-        shots: The worked examples before each question, in the same form.
+        shots: The worked questions before each question, in the same form.
         encode: The token ids of a text, special tokens included.
         max_tokens: The output limit of each question, in tokens.
 

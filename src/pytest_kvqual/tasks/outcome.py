@@ -58,7 +58,7 @@ class Scored:
     """One question's outcome.
 
     ``found``: the answer in normal form, or what stood in its place, printable and cut to a line; None where there is
-    nothing. ``lenient``: the task's loose rule finds the expected answer; reported, decides nothing. ``token_ids``:
+    nothing. ``lenient``: the task's lenient rule finds the expected answer; reported, decides nothing. ``token_ids``:
     the generated tokens; empty for an error. ``reason``: why it is not right; empty where it is.
     """
 

@@ -1,4 +1,4 @@
-"""Retrieval: a string of digits that stands somewhere in a long prompt is asked for. Read as one word."""
+"""Retrieval: a word or a number that stands somewhere in a long prompt is asked for. Read as one word."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Reading:
     """What a task's strict parser makes of a segment.
 
     ``found``: the answer in normal form, or the text that stood in its place; None where there is none. ``complete``:
-    a limit on the tokens at the segment's end cannot have cut it. ``lenient``: the task's loose rule finds the
+    a limit on the tokens at the segment's end cannot have cut it. ``lenient``: the task's lenient rule finds the
     expected answer; it decides nothing.
     """
 

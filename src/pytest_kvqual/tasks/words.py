@@ -21,7 +21,7 @@ def read(segment: Segment, expected: str) -> Reading:
     """The first run of letters and digits of a segment, decimal digits of every script as ASCII ones.
 
     It is right where it equals ``expected``, letter for letter, and nothing stands before it but white space, quotes,
-    ``:``, ``=``, ``$``, ``#`` and opening brackets. Loosely, ``expected`` stands anywhere in the segment.
+    ``:``, ``=``, ``$``, ``#`` and opening brackets. Leniently, ``expected`` stands anywhere in the segment.
     """
     text = plain_digits(segment.text)
     lenient = bool(expected) and expected in text

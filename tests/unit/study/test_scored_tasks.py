@@ -46,11 +46,14 @@ def test_a_scored_panel_has_answers_and_grades(scored: TinyStudy) -> None:
     ("old", "new", "message"),
     [
         ("limit = ", "limit = 1.0 #", "a loss probability between 0 and 1"),
+        ("limit = ", "limit = 5 #", "found 5.0, expected a loss probability between 0 and 1 (5 % is 0.05)"),
         ("confidence = ", "confidence = 0.5 #", "a one-sided confidence between 0.5 and 1"),
         ("floor = ", "floor = 1.5 #", "floor"),
         ("stop = ", 'stop = "Question:" #', "stop"),
         ("stop = ", 'stop = [""] #', "stop"),
         ("reasoning = ", 'reasoning = ["<think>"] #', "found 1 markers"),
+        ("reasoning = ", 'reasoning = ["<think>", "<think>"] #', "two of which none is in the other"),
+        ("reasoning = ", 'reasoning = ["think", "/think"] #', "two of which none is in the other"),
         ("empty_share = ", "empty_share = -0.1 #", "empty_share"),
         ("poison_questions = ", "poison_questions = 0 #", "poison_questions"),
         ("poison_questions = ", "poison_questions = 999 #", "poison_questions"),
@@ -63,7 +66,7 @@ def test_rules_that_cannot_be_meant_are_refused(scored: TinyStudy, old: str, new
     scored.toml.write_text(text[:start] + text[start:].replace(old, new, 1), encoding="utf-8")
     with pytest.raises(StudyError) as caught:
         load_study(str(scored.folder))
-    assert message in str(caught.value)
+    assert message in caught.value.line()
     assert "retrieval" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -67,7 +67,7 @@ def test_what_the_study_gives_must_be_of_the_task() -> None:
 
 @pytest.mark.parametrize("task", ["retrieval", "recall"])
 def test_an_empty_expected_answer_is_never_right(task: str) -> None:
-    """Neither strictly nor loosely."""
+    """Neither strictly nor leniently."""
     found = score(task, record("12"), item=item(""), rules=rules(), origin="x")
     assert (found.kind, found.lenient) == (Kind.WRONG, False)
 
