@@ -115,6 +115,7 @@ def _audit(tree: Tree, options: Options) -> Result:
         return result
     newest = folder.newest()
     _newest_are_read(folder, newest, report)
+    _earlier(folder, newest, report)
     scope = _scope(options, folder, newest, report)
     if scope is None:
         report.find(6, f"{stored.FOLDER}/{folder.name}", "found no receipt that can be read, expected one of each gate")
@@ -128,6 +129,10 @@ def _audit(tree: Tree, options: Options) -> Result:
     _against_the_lock(frozen, newest, report)
     stored.check_chain(frozen.gates, newest, report)
     records = _records(tree, options, frozen, scope, newest, report)
+    named = rederive.wanted(newest)
+    for attempt in records.attempts.values():
+        if attempt.name not in named and attempt.outcome != "unfinished":
+            report.note(f"evidence/{attempt.name}: ended as {attempt.outcome}; none of the newest receipts rests on it")
     result.gates = _gates(frozen, newest, records, report)
     _settings(records, newest, report)
     with report.reading(14, "gsm8k"):
@@ -246,6 +251,14 @@ def _newest_are_read(folder: Folder, newest: Mapping[str, Receipt], report: Repo
                 6, f"{stored.FOLDER}/{folder.name}", f"found the newest receipt of {gate}, number {numbers[-1]}, "
                 "damaged, expected it to decide",
             )  # fmt: skip
+
+
+def _earlier(folder: Folder, newest: Mapping[str, Receipt], report: Report) -> None:
+    """A failure that a later receipt replaced stays in sight: it is no objection, and the reader is told."""
+    for receipt in folder.receipts:
+        last = newest.get(receipt.gate)
+        if last is not None and receipt is not last and receipt.outcome != "PASS":
+            report.note(f"{receipt.name}: an earlier {receipt.outcome} of {receipt.gate}: {receipt.figure}")
 
 
 def _scope(options: Options, folder: Folder, newest: Mapping[str, Receipt], report: Report) -> Scope | None:
