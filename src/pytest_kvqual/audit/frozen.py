@@ -279,11 +279,16 @@ def panel(value: object, task: str, frozen: Frozen, length: int, where: str, rep
     if tokenizer is not None and found != tokenizer:
         report.find(check, where, f"tokenizer_sha256: found {found}, expected {shown(tokenizer)}, the model's")
     seen: set[str] = set()
+    asked: dict[tuple[int, ...], str] = {}
     for place, item in enumerate(items(outer, "items", "panel")):
         name = _item(item, task, length, f"items[{place}]", frozen, report, where, check)
         if name in seen:
             report.find(check, where, f"items[{place}].id: found {name!r} again, expected each id once")
         seen.add(name)
+        # One answer that is counted as several makes a bound of fewer questions than it says.
+        first = asked.setdefault(tuple(tokens(table(item, "panel"), "prompt", "panel")), name)
+        if task in SCORED and task != GSM8K and first != name:
+            report.find(check, where, f"items[{place}].prompt: found that of {first!r}, expected each question once")
     expected_items = _items_of(task, frozen)
     if expected_items is not None and len(seen) != expected_items:
         report.find(check, where, f"items: found {len(seen)}, expected {shown(expected_items)}, the study's number")

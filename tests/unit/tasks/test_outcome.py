@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from scored import LIMIT, item, record, rules
 
+from pytest_kvqual.audit.answers import RecordError, outcome
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.tasks.completion import Failure, parse_outcome
 from pytest_kvqual.tasks.outcome import READERS, Kind, score
@@ -32,6 +35,19 @@ def test_an_answer_to_another_question_is_refused() -> None:
     for given in (record("12", id="p"), record("12", id="p", error="ReadTimeout")):
         with pytest.raises(EvidenceError, match="found an answer to 'p', expected one to 'q'"):
             score("recall", given, item=item("12"), rules=rules(), origin="x")
+
+
+def test_a_text_without_a_token_is_damage() -> None:
+    """What a model says is made of tokens: a text beside none was written by another hand."""
+    given = record("#### 12")
+    body = json.loads(given["body"])
+    body["choices"][0]["token_ids"] = []
+    body["usage"]["completion_tokens"] = 0
+    given["body"] = json.dumps(body)
+    with pytest.raises(EvidenceError, match="found a text and no token"):
+        score("gsm8k", given, item=item("12"), rules=rules(), origin="x")
+    with pytest.raises(RecordError, match="found a text and no token"):
+        outcome("gsm8k", given, {"prompt": body["choices"][0]["prompt_token_ids"], "max_tokens": LIMIT}, {}, "x")
 
 
 def test_a_failure_says_why() -> None:
