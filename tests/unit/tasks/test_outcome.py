@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from scored import LIMIT, item, record, rules
@@ -108,3 +109,11 @@ def test_one_string_is_no_list_of_markers(name: str) -> None:
 def test_each_scored_task_has_a_parser() -> None:
     """The tasks are those that a study can list."""
     assert set(READERS) == {"retrieval", "recall", "gsm8k"}
+
+
+@pytest.mark.parametrize("text", ["<think></think>", "</think>", "x<think>y</think>", " </think> "])
+def test_a_text_of_markers_is_read_in_one_pass(text: str) -> None:
+    """A model that repeats its markers to the end of the limit holds nothing up: each marker is searched for once."""
+    start = time.monotonic()
+    segment(text * 60_000, stop=["\n\n"], run_on=["\nQ:"], reasoning=("<think>", "</think>"))
+    assert time.monotonic() - start < 2
