@@ -91,6 +91,8 @@ def outcome(task: str, record: object, item: Mapping[str, Any], rules: Mapping[s
     where = f"{where}, request '{answer.id}'"
     same_tokens(f"{where}, prompt", answer.prompt, item["prompt"])
     count, most = len(answer.tokens), item["max_tokens"]
+    if answer.text and not count:
+        raise RecordError(f"{where}: found a text and no token, expected the tokens that it was made of")
     if answer.finish not in ("stop", "length"):
         raise RecordError(f"{where}: found finish_reason {_line(answer.finish)!r}, expected 'stop' or 'length'")
     if count > most or (answer.finish == "length" and count != most):

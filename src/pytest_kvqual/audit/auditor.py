@@ -16,7 +16,7 @@ from pytest_kvqual.audit import receipts as stored
 from pytest_kvqual.audit.captures import Responses
 from pytest_kvqual.audit.checks import CHECKS, Report
 from pytest_kvqual.audit.files import DamagedError, Tree
-from pytest_kvqual.audit.frozen import Frozen
+from pytest_kvqual.audit.frozen import SCORED, Frozen
 from pytest_kvqual.audit.receipts import Folder, Receipt, Scope
 from pytest_kvqual.audit.rederive import QUALITY, GateResult, Records
 
@@ -56,11 +56,18 @@ class Result:
         required = [gate for gate in self.gates if gate.required]
         return self.reached and bool(required) and not self.report.findings and all(gate.stands for gate in required)
 
+    @property
+    def qualifies(self) -> bool:
+        """Whether it passed, and the study asked for losses and for one scored task: without them no quality was."""
+        asked = {gate.gate for gate in self.gates if gate.required}
+        return self.passed and "nll" in asked and any(gate in SCORED for gate in asked)
+
     def verdict(self) -> str:
         """The verdict in one line."""
         numbers = sorted({found.check for found in self.report.findings})
         if self.passed:
-            return f"PASSED: every check holds, every required gate passes; timing {self.timing}"
+            asked = "" if self.qualifies else " (the study requires no nll and scored task: no quality was asked for)"
+            return f"PASSED: every check holds, every required gate passes{asked}; timing {self.timing}"
         parts = ["FAILED"]
         if numbers:
             parts.append(f"the records are not consistent: checks {', '.join(map(str, numbers))}")
@@ -115,6 +122,7 @@ def _audit(tree: Tree, options: Options) -> Result:
         return result
     newest = folder.newest()
     _newest_are_read(folder, newest, report)
+    _earlier(folder, newest, report)
     scope = _scope(options, folder, newest, report)
     if scope is None:
         report.find(6, f"{stored.FOLDER}/{folder.name}", "found no receipt that can be read, expected one of each gate")
@@ -128,6 +136,10 @@ def _audit(tree: Tree, options: Options) -> Result:
     _against_the_lock(frozen, newest, report)
     stored.check_chain(frozen.gates, newest, report)
     records = _records(tree, options, frozen, scope, newest, report)
+    named = rederive.wanted(newest)
+    for attempt in records.attempts.values():
+        if attempt.name not in named and attempt.outcome != "unfinished":
+            report.note(f"evidence/{attempt.name}: ended as {attempt.outcome}; none of the newest receipts rests on it")
     result.gates = _gates(frozen, newest, records, report)
     _settings(records, newest, report)
     with report.reading(14, "gsm8k"):
@@ -250,6 +262,14 @@ def _newest_are_read(folder: Folder, newest: Mapping[str, Receipt], report: Repo
                 6, f"{stored.FOLDER}/{folder.name}", f"found the newest receipt of {gate}, number {numbers[-1]}, "
                 "damaged, expected it to decide",
             )  # fmt: skip
+
+
+def _earlier(folder: Folder, newest: Mapping[str, Receipt], report: Report) -> None:
+    """A failure that a later receipt replaced stays in sight: it is no objection, and the reader is told."""
+    for receipt in folder.receipts:
+        last = newest.get(receipt.gate)
+        if last is not None and receipt is not last and receipt.outcome != "PASS":
+            report.note(f"{receipt.name}: an earlier {receipt.outcome} of {receipt.gate}: {receipt.figure}")
 
 
 def _scope(options: Options, folder: Folder, newest: Mapping[str, Receipt], report: Report) -> Scope | None:

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import DamagedError, parse
+from pytest_kvqual.audit.files import DamagedError, parse, sha256
+from pytest_kvqual.audit.frozen import SCORED
 from pytest_kvqual.audit.shapes import integer, items, kind, shown, table, text
 
 CLAMP: Final = -9999.0
 """The engine writes each log-probability at or below this as this value: nothing was measured."""
+_ALL_ANSWERED: Final = ("nll", "parity", "determinism")
+"""The tasks of which no request may fail."""
 RECORD: Final = ("id", "order", "index", "status", "body", "error")
 
 
@@ -21,6 +24,8 @@ class Responses:
     """The responses seen so far: where each one was found first, by its id and its time."""
 
     first: dict[tuple[object, ...], str] = field(default_factory=dict)
+    texts: dict[tuple[object, ...], tuple[str, str]] = field(default_factory=dict)
+    """The text of each question's tokens, and where they were found first."""
     model: object = None
     """The model's name as served, that each response must carry; None leaves that unchecked."""
 
@@ -45,6 +50,24 @@ class Responses:
                 )  # fmt: skip
                 return
         self.first[(attempt, name)] = self.first[(name, body.get("created"))] = where
+
+    def reads(self, task: str, item: object, choice: Mapping[str, object], where: str, report: Report) -> None:
+        """The text of an answer: the same tokens to the same question read the same wherever they came back.
+
+        No tokenizer is at hand, so that a text cannot be read off its tokens; two texts of the same tokens cannot both
+        be what the model said (check 10). The ends are of the key: a stop string is cut off the text.
+        """
+        tokens, text = choice.get("token_ids"), choice.get("text")
+        if not isinstance(tokens, list) or not isinstance(text, str):
+            return
+        report.look(10)
+        ends = (choice.get("finish_reason"), choice.get("stop_reason"))
+        key = (task, item, *(repr(end) for end in ends), sha256(repr(tokens).encode()))
+        first, place = self.texts.setdefault(key, (text, where))
+        if text != first:
+            report.find(
+                10, where, f"text: found {text[:60]!r}, expected {first[:60]!r}, that of the same tokens in {place}"
+            )
 
 
 def check(
@@ -99,20 +122,22 @@ def _answer(
 ) -> None:  # fmt: skip
     if record["error"] is not None or record["status"] != 200:
         # Of a scored task a failed request is an outcome, and counted as one.
-        if task in ("nll", "parity"):
+        if task in _ALL_ANSWERED:
             report.find(9 if task == "nll" else 11, where, "found a failed request, expected an answer")
         return
     body = table(parse(text(record, "body", "record")), "body")
     responses.take(body, attempt, where, report)
     choices = items(body, "choices", "body") if "choices" in body else []
     if len(choices) != 1:
-        if body.get("error") is None or task in ("nll", "parity"):
+        if body.get("error") is None or task in _ALL_ANSWERED:
             report.find(11, where, f"choices: found {len(choices)}, expected exactly 1")
         return
     choice = table(choices[0], "choices[0]")
     report.look(8)
     if choice.get("prompt_token_ids") != item.get("prompt"):
         report.find(8, where, "prompt_token_ids: found others than the panel's prompt, expected it as sent")
+    if task in SCORED:
+        responses.reads(task, item.get("id"), choice, where, report)
     if task == "nll":
         with report.reading(9, where):
             _forced(choice, item, where, report)

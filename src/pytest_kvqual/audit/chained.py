@@ -8,14 +8,14 @@ answers follow the order in which they were asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import DamagedError, parse
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.receipts import Receipt
-from pytest_kvqual.audit.shapes import integer, items, shown, table, text
+from pytest_kvqual.audit.shapes import integer, items, shown, strings, table, text
 
 ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
 ORACLE: Final = "oracle.json"
@@ -45,6 +45,9 @@ def oracle(
             total = sum(numbers["findings_total"] for numbers in found.values())
             if total:
                 report.find(12, where, f"{gate}: found {total} findings of the {name}, expected none under PASS")
+        for name, document in (("arm", candidate), ("control", null)):
+            for line in _unmet(gate, document, frozen):
+                report.find(12, where, f"{ORACLE} of the {name}: {line} under PASS")
         for what, stored, name in (("figure", receipt.figure, "arm"), ("null", receipt.null_figure, "control")):
             expected = _words(gate, list(sections[name].values()))
             if stored != expected:
@@ -139,6 +142,103 @@ def _sections(gate: str, document: object, waived: set[str]) -> dict[tuple[str, 
                 numbers["fills"] = rank.get("fills")
             found[place] = numbers
     return found
+
+
+def _unmet(gate: str, document: object, frozen: Frozen) -> list[str]:
+    """What a healthy document lacks of what the study asks of every pass; the rows that requests need apart."""
+    lines: list[str] = []
+    rules = frozen.part("oracle")
+    layers, tensor_parallel = frozen.part("model").get("layers"), frozen.part("engine").get("tensor_parallel_size", 1)
+    met: dict[str, int] = dict.fromkeys(strings(rules, "conditions", "oracle"), 0)
+    over: dict[object, dict[str, int]] = {}
+
+    def expect(holds: bool, what: str, found: object, expected: object) -> None:
+        if not holds:
+            lines.append(f"{what}: found {shown(found)}, expected {expected}")
+
+    for value in items(table(document, ORACLE), "passes", ORACLE) if document is not None else []:
+        one = table(value, ORACLE)
+        name, records = text(one, "name", ORACLE), items(one, "records", ORACLE)
+        expect(len(records) == tensor_parallel, f"pass {name}, ranks", len(records), tensor_parallel)
+        for record in records:
+            rank = table(record, f"{ORACLE}, pass {name}")
+            at = f"pass {name}, rank {shown(rank.get('rank'))}"
+            expect(rank.get("probe") is (name == "probe"), f"{at}, probe", rank.get("probe"), name == "probe")
+            expect(rank.get("layers") == layers, f"{at}, layers", rank.get("layers"), layers)
+            scheduled = integer(table(rank.get("rows"), at), "scheduled", at, minimum=1)
+            row_map = table(rank.get("row_map"), at)
+            for key, wanted in (("checked", scheduled), ("self_test", "caught"), ("findings_total", 0)):
+                expect(row_map.get(key) == wanted, f"{at}, row_map.{key}", row_map.get(key), wanted)
+            for condition in met:
+                met[condition] += integer(table(rank.get("conditions"), at), condition, at)
+            section = table(rank.get(gate), at)
+            counts = over.setdefault(rank.get("rank"), {})
+            _section_unmet(gate, section, rank, scheduled, frozen, counts, at, expect)
+    for condition, count in met.items():
+        expect(count > 0, f"condition {condition}, times met", count, "at least 1")
+    least = {"routing": ("cells_checked", "minimum_cells"), "placement": ("rows_checked", "minimum_rows")}.get(gate)
+    minimums = {least[0]: integer(rules, least[1], "oracle")} if least is not None else {}
+    if gate == "replay":
+        minimums = {"rows_compared": 1, "cells_filled": 1}
+    for place, summed in over.items():
+        for key, minimum in minimums.items():
+            expect(summed[key] >= minimum, f"rank {shown(place)}, {key} over all passes", summed[key], minimum)
+    return lines
+
+
+def _section_unmet(
+    gate: str,
+    section: Mapping[str, object],
+    rank: Mapping[str, object],
+    scheduled: int,
+    frozen: Frozen,
+    counts: dict[str, int],
+    at: str,
+    expect: Callable[[bool, str, object, object], None],
+) -> None:
+    """The same of one gate's numbers on one rank; ``counts`` adds up those that have a minimum over all passes."""
+    layers = integer(frozen.part("model"), "layers", "model", minimum=1)
+    rows = scheduled * layers
+
+    def number(key: str, minimum: int = 0) -> int:
+        found = integer(section, key, at)
+        counts[key] = counts.get(key, 0) + found
+        expect(found >= minimum, f"{at}, {key}", found, f"at least {minimum}")
+        return found
+
+    if gate == "stale-maps":
+        number("tables_compared", integer(rank, "steps", at, minimum=1) * layers)
+        number("maps_changed", 1)
+    elif gate == "routing":
+        for key in ("cells_checked", "history_cells", "blocks_compared"):
+            number(key, 1)
+        written = number("writes_checked")
+        expect(written == rows, f"{at}, writes_checked", written, rows)
+    elif gate in ("shifted-outputs", "placement"):
+        checked = number("rows_checked")
+        expect(checked == rows, f"{at}, rows_checked", checked, rows)
+        expect(section.get("layers") == layers, f"{at}, {gate}.layers", section.get("layers"), layers)
+        if gate == "shifted-outputs":
+            expect(section.get("self_test") == "caught", f"{at}, self_test", section.get("self_test"), "caught")
+            return
+        ratio, share = section.get("worst_ratio"), frozen.part("oracle").get("ambiguous_rows")
+        is_number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+        expect(is_number and 0 <= ratio <= 1, f"{at}, worst_ratio", ratio, "at most 1")  # type: ignore[operator]
+        ambiguous = number("ambiguous_rows")
+        holds = isinstance(share, int | float) and checked > 0 and ambiguous / checked <= share
+        expect(holds, f"{at}, ambiguous_rows of {checked}", ambiguous, f"at most a share of {shown(share)}")
+    else:
+        under = table(section.get("rows_compared"), at)
+        compared = [integer(under, fill, at) for fill in under]
+        least = min(compared, default=0)
+        counts["rows_compared"] = counts.get("rows_compared", 0) + least
+        filled = number("cells_filled")
+        expect(
+            len(compared) == _FILLS and max(compared) == least, f"{at}, rows_compared", least, "as many in each fill"
+        )
+        if rank.get("fills") is True:
+            expect(least == rows, f"{at}, rows_compared", least, rows)
+            expect(filled > 0, f"{at}, cells_filled", filled, "at least 1")
 
 
 def _open(section: Mapping[str, object], waived: set[str], where: str) -> int:

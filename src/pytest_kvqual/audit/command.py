@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from pytest_kvqual.audit import attempts, frozen, receipts
 from pytest_kvqual.audit.auditor import Options, UnusableError, audit, lines
 from pytest_kvqual.audit.files import one_line
 from pytest_kvqual.audit.statement import build, encode
@@ -64,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UnusableError(f"--prefix: found {arguments.prefix!r}, expected letters, digits, '.', '_' and '-'")
         if arguments.gsm8k is not None and not arguments.gsm8k.is_file():
             raise UnusableError(f"--gsm8k: found no file {arguments.gsm8k}, expected the test set as JSON lines")
+        if arguments.output is not None:
+            _keep_off(arguments.output, arguments.run_dir)
         result = audit(
             Options(
                 run_dir=arguments.run_dir,
@@ -99,6 +102,18 @@ def _refused(text: str) -> int:
 def _say(text: str, to: object) -> None:
     encoding = getattr(to, "encoding", None) or "ascii"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=to)  # type: ignore[call-overload]
+
+
+def _keep_off(output: Path, run_dir: Path) -> None:
+    """Refuse to write among what is audited, or over what is no plain file: a device would be replaced by one."""
+    if not output.name or (output.exists() and not output.is_file()):
+        raise UnusableError(f"--output: found '{output}', expected a plain file, or a new one")
+    place, root = output.resolve(), run_dir.resolve()
+    for name in (receipts.FOLDER, attempts.FOLDER, frozen.FOLDER):
+        if place.is_relative_to(root / name):
+            raise UnusableError(
+                f"--output: found {output} inside {root / name}, expected a place apart from the records"
+            )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ LOCK: Final = "lock.json"
 STUDY: Final = "study.toml"
 SCORED: Final = ("retrieval", "recall", "gsm8k")
 GSM8K: Final = "gsm8k"
+SCHEDULES: Final = ("serial", "waves", "natural")
 _LOCK_KEYS = ("schema", "study", "files", "weights", "implementation")
 _PANEL_KEYS = ("schema", "task", "length", "tokenizer_sha256", "sources", "items")
 #: Tasks whose panel serves every length.
@@ -78,8 +80,8 @@ class Frozen:
         return found if isinstance(found, dict) else {}
 
     def waived(self, arm: str, gate: str) -> set[str]:
-        """The kinds of finding of a gate that are waived for an arm."""
-        waivers = self.study.get("waivers")
+        """The kinds of finding of a gate that are waived for an arm; of a candidate none."""
+        waivers = self.study.get("waivers") if arm in self.controls else None
         return {
             str(waiver.get("finding"))
             for waiver in (waivers if isinstance(waivers, list) else [])
@@ -195,6 +197,14 @@ def _declared(
     lengths = table(get(study, "lengths", STUDY), "lengths")
     if str(length) not in lengths:
         raise DamagedError(f"{STUDY}: found the lengths {', '.join(lengths)}, expected {length} among them")
+    waivers = study.get("waivers")
+    for waiver in waivers if isinstance(waivers, list) else []:
+        whose = waiver.get("arm") if isinstance(waiver, dict) else None
+        declared = arms.get(whose) if isinstance(whose, str) else None
+        role = declared.get("role") if isinstance(declared, dict) else None
+        if role != "control":
+            report.find(4, where, f"waivers: found one for {shown(whose)}, expected waivers for controls alone")
+    _ranges(study, where, report)
     weights = table(get(table(get(study, "model", STUDY), "model"), "files", "model"), "model.files")
     if weights != lock["weights"]:
         report.find(4, where, "model.files: found others than the lock's weights, expected the same")
@@ -206,6 +216,29 @@ def _declared(
         arms={name: table(value, f"arms.{name}") for name, value in arms.items()},
         length=table(lengths[str(length)], f"lengths.{length}"),
     )
+
+
+def _ranges(study: Mapping[str, object], where: str, report: Report) -> None:
+    """Thresholds beyond which a gate could not fail: each must be a finite number in the range that it is meant for."""
+    shares = dict.fromkeys(("floor", "empty_share", "truncated_share", "error_share"), (0.0, 1.0))
+    for name in ("nll", *SCORED):
+        rules = study.get(name)
+        if not isinstance(rules, dict):
+            continue
+        for key, (least, most) in {**shares, "confidence": (0.5, 1.0), "limit": (0.0, 1.0)}.items():
+            if key in rules and not _within(rules[key], least, most, inclusive=key in shares):
+                report.find(4, where, f"{name}.{key}: found {shown(rules[key])}, expected {least:g} to {most:g}")
+        margin = rules.get("margin_nats", 1.0)
+        if not _within(margin, 0.0, math.inf, inclusive=False):
+            report.find(4, where, f"{name}.margin_nats: found {shown(margin)}, expected a finite margin above 0")
+    if study.get("schedule") not in SCHEDULES:
+        report.find(4, where, f"schedule: found {shown(study.get('schedule'))}, expected one of {', '.join(SCHEDULES)}")
+
+
+def _within(value: object, least: float, most: float, *, inclusive: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return least <= value <= most if inclusive else least < value < most
 
 
 def _plain(path: str) -> str:
@@ -246,11 +279,16 @@ def panel(value: object, task: str, frozen: Frozen, length: int, where: str, rep
     if tokenizer is not None and found != tokenizer:
         report.find(check, where, f"tokenizer_sha256: found {found}, expected {shown(tokenizer)}, the model's")
     seen: set[str] = set()
+    asked: dict[tuple[int, ...], str] = {}
     for place, item in enumerate(items(outer, "items", "panel")):
         name = _item(item, task, length, f"items[{place}]", frozen, report, where, check)
         if name in seen:
             report.find(check, where, f"items[{place}].id: found {name!r} again, expected each id once")
         seen.add(name)
+        # One answer that is counted as several makes a bound of fewer questions than it says.
+        first = asked.setdefault(tuple(tokens(table(item, "panel"), "prompt", "panel")), name)
+        if task in SCORED and task != GSM8K and first != name:
+            report.find(check, where, f"items[{place}].prompt: found that of {first!r}, expected each question once")
     expected_items = _items_of(task, frozen)
     if expected_items is not None and len(seen) != expected_items:
         report.find(check, where, f"items: found {len(seen)}, expected {shown(expected_items)}, the study's number")

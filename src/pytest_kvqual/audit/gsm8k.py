@@ -1,4 +1,4 @@
-"""The GSM8K panel and the data set that it is made of (check 14).
+"""The GSM8K panel and the test set that it is made of (check 14).
 
 The panel holds token ids, which nobody can read back without the tokenizer: of a question itself the file says only
 where it stands. Its expected answer and its number are compared.
@@ -53,7 +53,7 @@ def check(records: Records, newest: Mapping[str, Receipt], data_set: Path | None
     expected = records.frozen.part(GSM8K, "source").get("sha256")
     said = [word for source in items(panel, "sources", "panel") for word in _DIGEST.findall(str(source))]
     if not said:
-        report.note(f"{where}: says no digest of its data set")
+        report.note(f"{where}: says no digest of its test set")
     else:
         if expected not in said:
             report.find(14, where, f"sources: found the digest {said[0]}, expected {shown(expected)}, the study's")
@@ -86,5 +86,5 @@ def _against(panel: Mapping[str, object], data_set: Path, expected: object, wher
         if wanted is None or found != wanted:
             report.find(
                 14, where, f"items[{place}].expected: found {shown(item['expected'])}, expected {rest.strip()[:40]!r}, "
-                "as the data set says",
+                "as the test set says",
             )  # fmt: skip

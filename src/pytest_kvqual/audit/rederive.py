@@ -155,6 +155,15 @@ def _complete(records: Records, receipt: Receipt, named: Mapping[str, set[str]],
         }
         _same_files(receipt, found, files, f"of control {control!r}", report, 15 if not found else 7)
     _same_files(receipt, own, _needed(receipt.gate), "of the arm", report, 7)
+    # A fault that was planted and missed must not be left out of what the gate says it was shown.
+    head = f"{receipt.gate}-poison-"
+    for attempt in (records.attempts[name] for name in named):
+        for file in sorted(attempt.sealed) if records.own(attempt) else ():
+            if file.startswith(head) and file not in own:
+                report.find(
+                    7, receipt.name, f"evidence of the arm: found {file} sealed in {attempt.name} and not named, "
+                    "expected every planted fault",
+                )  # fmt: skip
 
 
 def _same_files(
@@ -287,6 +296,7 @@ def check_gate(records: Records, receipt: Receipt, result: GateResult, report: R
                 receipt, records.frozen, evidence.capture(own, "determinism.jsonl"),
                 evidence.capture(null, "determinism.jsonl"), evidence.poison(own, chained.DETERMINISM), report,
             )  # fmt: skip
+            _orders(evidence, own, null, report)
             result.how = "chained, answers compared again"
         elif receipt.gate in REDERIVED:
             _rederive(evidence, own, null, result, report)
@@ -326,6 +336,11 @@ def _rederive(
             derived = figures.nll(rules, panel, candidate, controls, pair, poison, records.arm, waves, faults)
         else:
             questions = integer(_table(records.frozen.length.get("questions")), gate, "questions", minimum=1)
+            if questions != len(panel["items"]):  # type: ignore[arg-type]  # a list: the panel was read
+                # No bound is worked out over questions that nobody asked, however many the study says.
+                result.how = "not re-derived: another number of questions than the panel's"
+                result.derived, result.derived_figure = "INCONCLUSIVE", result.how
+                return
             derived = figures.preservation(
                 gate, rules, panel, questions, candidate, controls, pair, poison, records.arm, faults
             )
@@ -381,6 +396,29 @@ def _look(evidence: _Evidence, own: Attempt, null: Attempt | None, panel: dict[s
                     gate, capture, panel, only=only, order="reverse" if file == "parity-reverse.jsonl" else "forward",
                     attempt=attempt, where=f"evidence/{path}", responses=records.responses, report=report,
                 )  # fmt: skip
+
+
+def _orders(evidence: _Evidence, own: Attempt | None, null: Attempt | None, report: Report) -> None:
+    """Checks 8, 11 and 15 over the captures of determinism: each run asks the whole parity panel."""
+    records = evidence.records
+    panel = records.frozen.panels.get("parity")
+    for attempt in (own, null):
+        for file in list(attempt.kept) if attempt is not None and panel is not None else ():
+            capture = evidence.capture(attempt, file)
+            if attempt is None or panel is None or capture is None or not file.startswith(chained.DETERMINISM):
+                continue
+            path = f"evidence/{attempt.name}/{file}"
+            runs: dict[str, list[object]] = {}
+            for record in capture:
+                outer = _table(record)
+                bare = {key: value for key, value in outer.items() if key != "run"}
+                runs.setdefault(str(outer.get("run")), []).append(bare)
+            for run, of_run in runs.items():
+                with report.reading(11, f"{path}, run {run}"):
+                    captures.check(
+                        chained.DETERMINISM, of_run, panel, only=None, order="forward", attempt=attempt.name,
+                        where=f"{path}, run {run}", responses=records.responses, report=report,
+                    )  # fmt: skip
 
 
 def _compare_receipt(receipt: Receipt, derived: figures.Derived, report: Report) -> None:

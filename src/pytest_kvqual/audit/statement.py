@@ -21,8 +21,9 @@ PREDICATE: Final = "https://slsa.dev/verification_summary/v1"
 VERIFIER: Final = "urn:pytest-kvqual:audit"
 EXTENSION: Final = "pytest_kvqual_audit"
 SLSA_VERSION: Final = "1.1"
-LEVEL: Final = "PYTEST_KVQUAL_QUALIFIED"
-"""The level that a PASSED audit verifies; a name of this project, of no SLSA track."""
+QUALIFIED: Final = "PYTEST_KVQUAL_QUALIFIED"
+CONSISTENT: Final = "PYTEST_KVQUAL_GATES_PASSED"
+"""The levels that a PASSED audit verifies, the second where the study asked for no quality; of no SLSA track."""
 
 
 def build(result: Result, *, time: str | None = None) -> dict[str, object]:
@@ -40,7 +41,7 @@ def build(result: Result, *, time: str | None = None) -> dict[str, object]:
             {"uri": name, "digest": {"sha256": digest}} for name, digest in sorted(result.inputs.items())
         ],
         "verificationResult": "PASSED" if passed else "FAILED",
-        "verifiedLevels": [LEVEL] if passed else ["FAILED"],
+        "verifiedLevels": [(QUALIFIED if result.qualifies else CONSISTENT) if passed else "FAILED"],
         "slsaVersion": SLSA_VERSION,
         EXTENSION: {
             "verdict": result.verdict(),

@@ -95,7 +95,8 @@ def load_panel(path: Path, *, task: str, length: int | None, vocabulary: int, to
 
     Raises:
         StudyError: The file is missing or malformed; another task, length or tokenizer; an ID beyond the vocabulary; an
-            id given twice; for nll also a prompt or target count of the wrong size, or documents that overlap.
+            id given twice; a question of retrieval or recall asked twice; for nll also a prompt or target count of the
+            wrong size, or documents that overlap.
     """
     return parse_panel(
         _read(path, f"the {task} panel"),
@@ -137,10 +138,18 @@ def parse_panel(
         top.fail("items", "no item", "at least one")
     items = tuple(_item(table, task, vocabulary) for table in tables)
     seen: dict[str, int] = {}
+    asked: dict[tuple[int, ...], str] = {}
     for index, item in enumerate(items):
         if item.id in seen:
             tables[index].fail("id", f"'{item.id}' again", f"an id that items[{seen[item.id]}] does not have")
         seen[item.id] = index
+        # The questions of gsm8k are those of its data set, whatever they are.
+        if task in SCORED_TASKS and task != "gsm8k" and item.prompt in asked:
+            tables[index].fail(
+                "prompt", f"that of '{asked[item.prompt]}' in '{item.id}'", "a question of its own",
+                advice="one answer would be counted twice",
+            )  # fmt: skip
+        asked[item.prompt] = item.id
     if task == "nll" and length is not None:
         _check_documents(tables, items, length)
     return Panel(task=task, length=length, items=items, sha256=sha256_bytes(data))

@@ -112,6 +112,8 @@ def score(task: str, record: object, *, item: Item, rules: PreservationRules, or
 
 def _check_end(answer: Answer, max_tokens: int, where: str) -> None:
     count = len(answer.token_ids)
+    if answer.text and not count:
+        raise EvidenceError(f"{where}: found a text and no token, expected the tokens that it was made of")
     if answer.finish_reason not in ("stop", "length"):
         raise EvidenceError(
             f"{where}: found finish_reason {shown(answer.finish_reason)!r}, expected 'stop' or 'length'"

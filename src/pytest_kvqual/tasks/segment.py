@@ -61,24 +61,33 @@ def segment(
             raise TypeError(f"{name}: found the string {markers!r}, expected a list of strings")
     ends = tuple(run_on) if reasoning is None else (*run_on, *stop)
     if reasoning is None:
-        place = _first(text, ends, 0)
-        return Segment(text=text) if place is None else Segment(text=text[:place], cut=True)
+        found = [place for place in map(text.find, ends) if place >= 0]
+        return Segment(text=text[: min(found)], cut=True) if found else Segment(text=text)
     opening, closing = reasoning
     kept: list[str] = []
     at = 0
-    opened, closed = text.find(opening), text.find(closing)
+    ahead: dict[str, int] = {}
+
+    def find(marker: str, start: int) -> int:
+        """As ``text.find``, for starts that only grow: what lies ahead, or nowhere, is not searched for again."""
+        place = ahead.get(marker, 0)
+        if marker not in ahead or 0 <= place < start:
+            place = ahead[marker] = text.find(marker, start)
+        return place
+
+    opened, closed = find(opening, 0), find(closing, 0)
     if closed >= 0 and not 0 <= opened < closed:
         at = _behind(text, closed, closing)
     while True:
         # The earliest marker decides; of two in one place the opening one, then the closing one.
-        opened, closed, ended = text.find(opening, at), text.find(closing, at), _first(text, ends, at)
-        places = [place for place in (opened, closed, ended) if place is not None and place >= 0]
+        opened, closed = find(opening, at), find(closing, at)
+        places = [place for place in (opened, closed, *(find(end, at) for end in ends)) if place >= 0]
         if not places:
             return Segment(text="".join((*kept, text[at:])))
         place = min(places)
         if place == opened:
             kept.append(text[at:opened])
-            closed = text.find(closing, opened + len(opening))
+            closed = find(closing, opened + len(opening))
             if closed < 0:
                 return Segment(text="".join(kept), unfinished=True)
             at = _behind(text, closed, closing)
@@ -87,11 +96,6 @@ def segment(
             at = _behind(text, closed, closing)
         else:
             return Segment(text="".join((*kept, text[at:place])), cut=True)
-
-
-def _first(text: str, markers: Sequence[str], start: int) -> int | None:
-    places = [place for place in (text.find(marker, start) for marker in markers) if place >= 0]
-    return min(places, default=None)
 
 
 def _behind(text: str, closed: int, closing: str) -> int:

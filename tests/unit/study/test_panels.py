@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,18 @@ def test_a_short_panel_cut_from_a_long_one_is_refused(tiny_study: TinyStudy) -> 
     tiny_study.change(NLL, lambda top: top["items"][1].update(prompt=long[:15], targets=long[15:20]))
     with pytest.raises(StudyError, match="found 'doc-01', the first tokens of 'doc-02' in the panel of length 32"):
         check_files(load_study(str(tiny_study.folder)))
+
+
+def test_a_question_is_asked_once(tiny_study: TinyStudy) -> None:
+    """One prompt under two ids would be counted as two questions; of gsm8k the data set decides."""
+    item = {"prompt": [1, 2], "max_tokens": 3, "expected": "5", "grade": "x"}
+    for task in ("recall", "gsm8k"):
+        document = {
+            "schema": 1, "task": task, "length": None, "tokenizer_sha256": TOKENIZER, "sources": [],
+            "items": [{**item, "id": name} for name in ("a", "b")],
+        }  # fmt: skip
+        path = tiny_study.folder / "panels" / f"{task}-twice.json"
+        path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(StudyError, match=r"found that of 'a' in 'b', expected a question of its own"):
+        _load(tiny_study, "panels/recall-twice.json", task="recall", length=None)
+    _load(tiny_study, "panels/gsm8k-twice.json", task="gsm8k", length=None)

@@ -94,7 +94,9 @@ def test_the_number_of_questions_is_the_study_s(scored: TinyStudy) -> None:
     scored.change(RETRIEVAL, lambda top: top["items"].pop())
     with pytest.raises(StudyError, match=rf"found {QUESTIONS - 1} items, expected {QUESTIONS}"):
         check_files(load_study(str(scored.folder)))
-    scored.change(RETRIEVAL, lambda top: top["items"].append({**top["items"][0], "id": "more", "max_tokens": 2}))
+    scored.change(
+        RETRIEVAL, lambda top: top["items"].append({**top["items"][0], "id": "more", "prompt": [1], "max_tokens": 2})
+    )
     with pytest.raises(StudyError, match="max_tokens of 'more'"):
         check_files(load_study(str(scored.folder)))
 

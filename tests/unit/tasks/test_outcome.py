@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import pytest
 from scored import LIMIT, item, record, rules
 
+from pytest_kvqual.audit.answers import RecordError, outcome
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.tasks.completion import Failure, parse_outcome
 from pytest_kvqual.tasks.outcome import READERS, Kind, score
@@ -32,6 +36,19 @@ def test_an_answer_to_another_question_is_refused() -> None:
     for given in (record("12", id="p"), record("12", id="p", error="ReadTimeout")):
         with pytest.raises(EvidenceError, match="found an answer to 'p', expected one to 'q'"):
             score("recall", given, item=item("12"), rules=rules(), origin="x")
+
+
+def test_a_text_without_a_token_is_damage() -> None:
+    """What a model says is made of tokens: a text beside none was written by another hand."""
+    given = record("#### 12")
+    body = json.loads(given["body"])
+    body["choices"][0]["token_ids"] = []
+    body["usage"]["completion_tokens"] = 0
+    given["body"] = json.dumps(body)
+    with pytest.raises(EvidenceError, match="found a text and no token"):
+        score("gsm8k", given, item=item("12"), rules=rules(), origin="x")
+    with pytest.raises(RecordError, match="found a text and no token"):
+        outcome("gsm8k", given, {"prompt": body["choices"][0]["prompt_token_ids"], "max_tokens": LIMIT}, {}, "x")
 
 
 def test_a_failure_says_why() -> None:
@@ -92,3 +109,11 @@ def test_one_string_is_no_list_of_markers(name: str) -> None:
 def test_each_scored_task_has_a_parser() -> None:
     """The tasks are those that a study can list."""
     assert set(READERS) == {"retrieval", "recall", "gsm8k"}
+
+
+@pytest.mark.parametrize("text", ["<think></think>", "</think>", "x<think>y</think>", " </think> "])
+def test_a_text_of_markers_is_read_in_one_pass(text: str) -> None:
+    """A model that repeats its markers to the end of the limit holds nothing up: each marker is searched for once."""
+    start = time.monotonic()
+    segment(text * 60_000, stop=["\n\n"], run_on=["\nQ:"], reasoning=("<think>", "</think>"))
+    assert time.monotonic() - start < 2
