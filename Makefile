@@ -1,6 +1,7 @@
 # make qualify    the gates of studies/smollm2-cpu on arm `candidate`, from nothing
+# make audit      the verdicts of that run, derived again from its records
 # make test       lint, types and every test, from nothing
-# Both set themselves up (.venv, install, model) and may be repeated.
+# Each sets itself up (.venv, install, model) and may be repeated.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,10 +24,10 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256s
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv model qualify controls controls-from-start test unit engine lint types imports freeze panels clean
+.PHONY: help venv model qualify audit controls controls-from-start test unit engine lint types imports freeze panels clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 venv: $(STAMP)
 
@@ -48,6 +49,10 @@ qualify: model
 	@mkdir -p $(RUN_DIR)
 	$(BIN)/python -m pytest qualification/ -m cpu --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
 	    --junitxml=$(RUN_DIR)/junit-$(ARM)-$(LENGTH).xml $(PYTEST_ARGS)
+
+# What the last run came to, derived again from its records alone.
+audit: venv
+	$(BIN)/kvqual audit $(RUN_DIR) --output $(RUN_DIR)/audit.json
 
 # Each seeded fault on the transfer engine, then each live one in the served arm, one boot for all.
 controls: model

@@ -882,8 +882,9 @@ def _oracle() -> dict[str, object]:
 
 
 def _orders(panel: Panel, arm: str, name: Callable[[str], str], *, wrong: bool) -> Iterator[dict[str, object]]:
-    """The parity panel in every order; ``wrong``: its last run that must be equal answers otherwise."""
-    items = list(enumerate(panel.items))
+    """The parity panel in every order; ``wrong``: all but its last prompt, and the repeated order answers otherwise."""
+    # A campaign, too, asks fewer prompts under a planted fault.
+    items = list(enumerate(panel.items))[: -1 if wrong else None]
     for run in orders.REQUIRED if wrong else orders.RUNS:
         for index, item in (*items[1:], items[0]) if run == orders.ROTATED else items:
             other = wrong and run == orders.AGAIN

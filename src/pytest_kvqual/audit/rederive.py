@@ -399,7 +399,10 @@ def _look(evidence: _Evidence, own: Attempt, null: Attempt | None, panel: dict[s
 
 
 def _orders(evidence: _Evidence, own: Attempt | None, null: Attempt | None, report: Report) -> None:
-    """Checks 8, 11 and 15 over the captures of determinism: each run asks the whole parity panel."""
+    """Checks 8, 11 and 15 over the captures of determinism: each run asks the whole parity panel.
+
+    Under a planted fault it asks the panel's first prompts, as many in each run as in the first.
+    """
     records = evidence.records
     panel = records.frozen.panels.get("parity")
     for attempt in (own, null):
@@ -413,10 +416,11 @@ def _orders(evidence: _Evidence, own: Attempt | None, null: Attempt | None, repo
                 outer = _table(record)
                 bare = {key: value for key, value in outer.items() if key != "run"}
                 runs.setdefault(str(outer.get("run")), []).append(bare)
+            asked = None if file == f"{chained.DETERMINISM}.jsonl" else len(next(iter(runs.values()), ())) or None
             for run, of_run in runs.items():
                 with report.reading(11, f"{path}, run {run}"):
                     captures.check(
-                        chained.DETERMINISM, of_run, panel, only=None, order="forward", attempt=attempt.name,
+                        chained.DETERMINISM, of_run, panel, only=asked, order="forward", attempt=attempt.name,
                         where=f"{path}, run {run}", responses=records.responses, report=report,
                     )  # fmt: skip
 
