@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_arm import serving
 
-from pytest_kvqual.models import model_folder, verify_model
 from pytest_kvqual.server import rpc
-from pytest_kvqual.server.command import serve_command, worker_config
-from pytest_kvqual.server.process import Server, Timeouts, free_port
+from pytest_kvqual.server.process import Server
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
-from pytest_kvqual.study.panels import selected_scales
 
 pytestmark = pytest.mark.engine
 
@@ -58,24 +52,6 @@ def plant(worker):
     impl.forward = forward
     worker.kvqual_undo.append(lambda: delattr(impl, "forward"))
 '''
-
-
-@contextmanager
-def serving(selection: Selection, log: Path) -> Iterator[Server]:
-    """The selection's server."""
-    model = model_folder(selection.study.model)
-    verify_model(model, selection.study.model.files)
-    port = free_port()
-    command = serve_command(
-        selection,
-        model=model,
-        port=port,
-        worker_config=worker_config(selection, model=model, v_scales=selected_scales(selection)),
-        python=Path(sys.executable),
-        inherited=os.environ,
-    )
-    with Server.start(command, port=port, log=log, timeouts=Timeouts(boot_s=LIMIT_S)) as server:
-        yield server
 
 
 def ask(server: Server, selection: Selection, *, tokens: int) -> list[int]:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served_arm import serving
 
 from pytest_kvqual import cli
 from pytest_kvqual.attempt import pass_panels
 from pytest_kvqual.capture.oracle import capture_oracle
-from pytest_kvqual.models import model_folder, verify_model
 from pytest_kvqual.server import rpc
-from pytest_kvqual.server.command import serve_command, worker_config
-from pytest_kvqual.server.process import Server, Timeouts, free_port
+from pytest_kvqual.server.process import Server
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
-from pytest_kvqual.study.panels import Panel, selected_scales
+from pytest_kvqual.study.panels import Panel
 
 pytestmark = pytest.mark.engine
 
@@ -43,24 +38,6 @@ def plant(worker):
 
     layer.impl.do_kv_cache_update = update
 '''
-
-
-@contextmanager
-def serving(selection: Selection, log: Path) -> Iterator[Server]:
-    """The selection's server."""
-    model = model_folder(selection.study.model)
-    verify_model(model, selection.study.model.files)
-    port = free_port()
-    command = serve_command(
-        selection,
-        model=model,
-        port=port,
-        worker_config=worker_config(selection, model=model, v_scales=selected_scales(selection)),
-        python=Path(sys.executable),
-        inherited=os.environ,
-    )
-    with Server.start(command, port=port, log=log, timeouts=Timeouts(boot_s=LIMIT_S)) as server:
-        yield server
 
 
 def oracle(server: Server, selection: Selection, panel: Panel, **options: Any) -> dict[str, Any]:

@@ -156,21 +156,10 @@ def capture_scored(
     """
     items = list(enumerate(panel.items))[:questions]
     requests = [request(model, panel.task, index, item, item.max_tokens, (), stop) for index, item in items]
-    done, failed = 0, list[http.Response]()
-
-    def keep(response: http.Response) -> None:
-        nonlocal done
-        writer.append(record(response, "forward"))
-        done += 1
-        if response.error is not None:
-            failed.append(response)
-        if progress is not None:
-            progress(done, len(requests))
-
-    send_all(server, requests, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
-    if len(failed) == len(requests):
-        raise _failed(panel.task, failed, len(requests), server)
-    return done
+    total, failed = _send(server, requests, writer, "forward", schedule, wave_size, timeout_s, progress)
+    if len(failed) == total:
+        raise _failed(panel.task, failed, total, server)
+    return total
 
 
 @contextmanager
@@ -292,6 +281,23 @@ def _run(
     progress: Progress | None,
     what: str,
 ) -> int:
+    total, failed = _send(server, requests, writer, order, schedule, wave_size, timeout_s, progress)
+    if failed:
+        raise _failed(what, failed, total, server)
+    return total
+
+
+def _send(
+    server: Target,
+    requests: Sequence[http.Request],
+    writer: Writer,
+    order: Order,
+    schedule: Schedule,
+    wave_size: int,
+    timeout_s: float,
+    progress: Progress | None,
+) -> tuple[int, list[http.Response]]:
+    """Send them and keep a record of each; how many there are, and which failed."""
     done = 0
     failures: list[http.Response] = []
 
@@ -305,6 +311,4 @@ def _run(
             progress(done, len(requests))
 
     send_all(server, requests, schedule=schedule, wave_size=wave_size, timeout_s=timeout_s, on_response=keep)
-    if failures:
-        raise _failed(what, failures, len(requests), server)
-    return done
+    return done, failures
