@@ -73,6 +73,8 @@ def study() -> Study:
         nll=NllRules(documents=1, decode_steps=1, margin_nats=0.01, confidence=0.95, poison_documents=1),
         preservation={},
         gsm8k_source=None,
+        fidelity=None,
+        timing={},
         waivers=(),
     )
 

@@ -274,6 +274,8 @@ def _study(top: Table, directory: Path) -> Study:
         nll=nll,
         preservation={name: _preservation(table, name, lengths) for name, table in sections.items()},
         gsm8k_source=_gsm8k_source(sections["gsm8k"], directory) if "gsm8k" in sections else None,
+        fidelity=None,
+        timing={},
         waivers=_waivers(top, arms),
     )
 

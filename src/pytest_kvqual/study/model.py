@@ -202,6 +202,92 @@ class Gsm8kSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FidelityRules:
+    """How well the recorder must agree with a local server of known delays before anything is timed.
+
+    The load: ``rate`` requests/s open loop, then ``concurrency`` in flight closed loop, ``requests`` of ``tokens``
+    output tokens each. The limits, in milliseconds: ``lateness_p99_ms`` of the dispatch after the intended arrival;
+    ``ttft_error_p50_ms``, ``ttft_error_p99_ms``, ``tpot_error_p99_ms`` of the absolute difference from the server's own
+    durations. Failures and token counts must agree exactly.
+    """
+
+    rate: float
+    concurrency: int
+    requests: int
+    tokens: int
+    lateness_p99_ms: float
+    ttft_error_p50_ms: float
+    ttft_error_p99_ms: float
+    tpot_error_p99_ms: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One load of a timing plan, replayed once in each trial.
+
+    ``mode`` ``open``: requests are sent at their intended arrivals, which are ``arrivals`` (``constant``, ``poisson``
+    with ``seed``, or ``file``) at ``rate`` requests/s. ``closed``: ``concurrency`` requests are in flight. ``requests``
+    of ``max_tokens`` output tokens each; ``canaries`` of them are canary prompts. ``trace`` is the frozen trace.
+    """
+
+    name: str
+    mode: Literal["open", "closed"]
+    arrivals: Literal["constant", "poisson", "file"] | None
+    rate: float | None
+    seed: str | None
+    concurrency: int | None
+    requests: int
+    canaries: int
+    max_tokens: int
+    trace: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One primary comparison: ``metric`` of ``candidate`` over that of ``control`` in ``cell``, and which is better."""
+
+    candidate: str
+    control: str
+    cell: str
+    metric: str
+    better: Literal["lower", "higher"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimingRules:
+    """The timing plan of one length, as declared; :mod:`pytest_kvqual.study.plan` makes the blocks of it.
+
+    ``arms`` are timed in each of ``blocks`` blocks, ``null_arm`` alone in ``null_pairs`` further pairs of blocks (A/A).
+    Each trial sends ``warm_up`` requests, waits ``settle_s`` seconds before each of ``cells``, and replays them in
+    order. ``comparisons`` are the declared family: Holm's correction at ``alpha`` is over all of them. ``confidence``
+    is the least coverage of the median's interval. ``practical``: the least relative improvement that matters (0.05 is
+    5 %).
+
+    A trial is void where its dispatch lateness p99 is above ``lateness_fraction`` of the practical effect, where the
+    client's mean TTFT differs from the server's own by more than ``server_ttft_ms`` milliseconds, where more than
+    ``failed_share`` (0 to 1) of its requests failed, or, with ``cold``, where a prefix was found in the cache.
+    """
+
+    arms: tuple[str, ...]
+    blocks: int
+    null_arm: str
+    null_pairs: int
+    warm_up: int
+    settle_s: float
+    cells: tuple[Cell, ...]
+    comparisons: tuple[Comparison, ...]
+    alpha: float
+    confidence: float
+    practical: float
+    lateness_fraction: float
+    server_ttft_ms: float
+    failed_share: float
+    cold: bool
+    panel: Path
+    plan: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatePlan:
     """One gate of the study's order. ``planned`` gates are declared and have no implementation yet."""
 
@@ -215,6 +301,7 @@ class Study:
     """One qualification, declared. ``directory`` holds ``study.toml`` and, once frozen, ``lock.json``.
 
     ``preservation`` holds the rules of each scored task, by its gate; ``gsm8k_source`` is None without gsm8k.
+    ``timing`` holds the timing plan of each length that has one; ``fidelity`` is None where nothing is timed.
     """
 
     name: str
@@ -232,6 +319,8 @@ class Study:
     nll: NllRules
     preservation: Mapping[str, PreservationRules]
     gsm8k_source: Gsm8kSource | None
+    fidelity: FidelityRules | None
+    timing: Mapping[int, TimingRules]
     waivers: tuple[Waiver, ...]
 
     def controls(self) -> tuple[Arm, ...]:

@@ -142,6 +142,8 @@ def make_study() -> Study:
             "gsm8k": make_rules(limit=0.02, floor=0.85, stop=(), run_on=("\nQuestion:",)),
         },
         gsm8k_source=None,
+        fidelity=None,
+        timing={},
         waivers=(
             Waiver(arm="native", gate="replay", finding="nan-fill", reproducer="docs/findings.md#nan", reason="Known."),
         ),

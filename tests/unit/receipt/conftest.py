@@ -26,6 +26,8 @@ def small_study() -> Study:
         gates=tuple(GatePlan(name=name, state="required", timing=False) for name in ("identity", "routing")),
         preservation={},
         gsm8k_source=None,
+        fidelity=None,
+        timing={},
         waivers=(),
         **parts,
     )

@@ -1,0 +1,1 @@
+"""MEASURES: figures of raw recordings, one definition each. Pure, standard library only."""
