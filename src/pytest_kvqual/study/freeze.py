@@ -193,6 +193,8 @@ def _study_files(study: Study) -> dict[str, Path]:
     named += [path for length in study.lengths.values() for path in length.panels.values()]
     named += [arm.scales for arm in study.arms.values() if arm.scales is not None]
     named += [study.gsm8k_source.shots] if study.gsm8k_source is not None else []
+    for rules in study.timing.values():
+        named += [rules.panel, rules.plan, *(cell.trace for cell in rules.cells)]
     files = {path.relative_to(study.directory).as_posix(): path for path in named}
     for arm in study.arms.values():
         for index, folder in enumerate(arm.pythonpath):
@@ -230,7 +232,10 @@ def _digests(files: Mapping[str, Path]) -> dict[str, str]:
         try:
             found[name] = sha256_file(path)
         except OSError as error:
-            raise LockError(f"cannot read {path}: {error.strerror}", advice="restore it or its permissions") from None
+            raise LockError(
+                f"cannot read {path}: {error.strerror}",
+                advice="restore it or its permissions; `kvqual trace` and `kvqual plan` write traces and plans",
+            ) from None
     return found
 
 
