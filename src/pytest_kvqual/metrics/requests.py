@@ -125,7 +125,7 @@ def _one_line(value: object) -> str:
     return " ".join(json.dumps(value, ensure_ascii=False).split())[:300]
 
 
-def content_failure(events: Iterable[tuple[int, bytes]], max_tokens: int) -> tuple[str, str] | None:
+def content_failure(events: Iterable[bytes], max_tokens: int) -> tuple[str, str] | None:
     """Why a stream that ended cleanly under status 200 is no complete answer: (kind, text), or None.
 
     ``error-object``: an error among the events. ``malformed``: data that is neither a JSON object nor ``[DONE]``.
@@ -133,10 +133,10 @@ def content_failure(events: Iterable[tuple[int, bytes]], max_tokens: int) -> tup
     token ids are not as many as the usage says, or more than ``max_tokens``; or there is no usage.
 
     Args:
-        events: The time and the raw bytes of each event.
+        events: The raw bytes of each event.
         max_tokens: The output limit that was sent.
     """
-    return _failure(_read(events), max_tokens)
+    return _failure(_read((0, raw) for raw in events), max_tokens)
 
 
 def _failure(stream: _Stream, max_tokens: int) -> tuple[str, str] | None:
