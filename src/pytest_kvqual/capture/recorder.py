@@ -498,9 +498,7 @@ def _line(
     }
 
 
-def _check(
-    offered: Sequence[Offered], load: Load, header: Mapping[str, object], out: Path, timeout_s: float
-) -> None:
+def _check(offered: Sequence[Offered], load: Load, header: Mapping[str, object], out: Path, timeout_s: float) -> None:
     if not offered:
         raise CaptureError("found a trace of no requests, expected at least one")
     if len({one.request for one in offered}) != len(offered):
