@@ -33,7 +33,7 @@ class Alarm(Protocol):
 class _Spec(ctypes.Structure):
     """``struct itimerspec``."""
 
-    _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]
 
 
 class TimerFd:
