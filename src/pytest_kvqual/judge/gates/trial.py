@@ -250,10 +250,11 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
         if header.get(key) != wanted:
             own.find(1, f"{name}: {key}: found {header.get(key)!r}, expected {wanted!r}")
     about = header.get("about")
-    for key, wanted in (("arm", expected.arm), ("block", expected.block), ("plan_sha256", expected.plan_sha256)):
+    placed = {"arm": expected.arm, "block": expected.block, "plan_sha256": expected.plan_sha256}
+    for key, value in placed.items():
         found = about.get(key) if isinstance(about, Mapping) else None
-        if found != wanted:
-            own.find(1, f"{name}: {key}: found {found!r}, expected {wanted!r}")
+        if found != value:
+            own.find(1, f"{name}: {key}: found {found!r}, expected {value!r}")
     summary = summarise(recording)
     if summary.offered != summary.completed + sum(summary.failed.values()):
         own.find(3, f"{name}: found {summary.completed} completed and {sum(summary.failed.values())} failed of "
