@@ -1,6 +1,6 @@
 """Where an HTTP/1.1 response ends, by its framing alone (RFC 9112). Pure: bytes in, no clock, no socket.
 
-The end is never guessed from what a body looks like: a chunk may hold ``0\\r\\n\\r\\n``, an event may hold ``[DONE]``.
+The end is never guessed from what a body looks like: a chunk may hold the bytes of a last chunk, an event ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class ResponseReader:
     def ended(self) -> bool:
         """Whether the response is complete."""
         return self._state == _ENDED
+
+    @property
+    def between_chunks(self) -> bool:
+        """Whether every chunk so far is whole, the last one excepted, which has not come."""
+        return self._state == _SIZE and not self._line
 
     def feed(self, data: bytes) -> bool:
         """Take the next bytes; True once the response is complete.

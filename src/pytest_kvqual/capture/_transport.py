@@ -36,6 +36,7 @@ class Exchange:
             the event loop's.
         reads_ns, reads: Each socket read's time, taken before anything else, and its bytes.
         end_ns: The time of the read (or end of file, or failure) that ended it; None while in flight.
+        eof: The server ended the connection, in order, before the response's framing was complete.
         failure: ``(kind, text)``: ``refused``, ``transport``, ``timeout`` or ``cancelled``; None for a whole response.
     """
 
@@ -45,6 +46,7 @@ class Exchange:
         "connection",
         "dispatch_ns",
         "end_ns",
+        "eof",
         "failure",
         "head",
         "index",
@@ -69,6 +71,7 @@ class Exchange:
         self.reads: list[bytes] = []
         self.end_ns: int | None = None
         self.failure: tuple[str, str] | None = None
+        self.eof = False
         self.reader = ResponseReader(bodiless=bodiless)
         self.connection: _Connection | None = None
         self.task: asyncio.Task[None] | None = None
@@ -162,6 +165,7 @@ class _Connection(asyncio.Protocol):
             if exchange.reader.eof():
                 self._done(exchange, now)
             else:
+                exchange.eof = True
                 self._fail(now, "transport", f"the server closed the connection before {exchange.reader.missing()}")
 
     def connection_lost(self, exc: Exception | None) -> None:

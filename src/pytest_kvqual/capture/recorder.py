@@ -16,7 +16,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -329,6 +329,7 @@ class _Run:
             "send_start": exchange.send_start_ns,
             "send_end": exchange.send_end_ns,
             "end": exchange.end_ns,
+            "eof": exchange.eof,
             "failure": exchange.failure,
         }
         self.spool.add(meta, exchange.reads_ns, exchange.reads)
@@ -452,11 +453,9 @@ def _line(
     whole: list[bytes] = []
     headers_ns: int | None = None
     for time, data in zip(times, reads, strict=True):
-        try:
+        # The failure says so already; what came before it stays.
+        with suppress(MalformedError):
             reader.feed(data)
-        except MalformedError:
-            # The failure says so already; what came before it stays.
-            pass
         if headers_ns is None and reader.status is not None:
             headers_ns = time - zero
         for piece in pieces:
@@ -473,8 +472,11 @@ def _line(
     failure = meta.get("failure", ("cancelled", "not sent: the run was interrupted"))
     if failure is None and reader.status != 200:
         failure = ("status", f"HTTP status {reader.status}")
-    if failure is None:
-        failure = content_failure([event for _, event in events], request["max_tokens"])
+    # Some servers close after the last event and send no last chunk. The stream then says itself whether it is whole.
+    whole_at_eof = meta.get("eof", False) and reader.status == 200 and reader.between_chunks and not splitter.rest
+    if failure is None or whole_at_eof:
+        by_content = content_failure([event for _, event in events], request["max_tokens"])
+        failure = by_content if failure is None or by_content is None else failure
     dispatch = after_zero("dispatch")
     return {
         "kind": "request",

@@ -43,8 +43,7 @@ QUIRKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "no-space": (COMPLETED, "no space after 'data:'"),
         "split-anywhere": (
             COMPLETED,
-            "each event in two chunks and several writes, cut at white space, in a character,"
-            " in CR LF and in a chunk's size line",
+            "each event in two chunks and several writes: cut at white space, in a character, in CR LF, in a size line",
         ),
         "tokens-per-event": (COMPLETED, "2, 3, ... 8 tokens an event"),
         "events-per-write": (COMPLETED, "three events in each write"),

@@ -44,13 +44,11 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.testing.script import (
     CLOSE,
     CLOSE_IDLE,
-    FINISH,
     GO_ON,
     RESET,
     SILENT,
     Answer,
     Script,
-    ScriptError,
     Step,
     read_script,
     steps,
@@ -73,7 +71,7 @@ _BUCKETS = (
 class _Spec(ctypes.Structure):
     """``struct itimerspec``."""
 
-    _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")]
 
 
 class Alarm:
@@ -524,16 +522,21 @@ async def _serve(port: int, seconds: float, log: IO[str] | None) -> None:
     loop.call_later(seconds, over.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
-    if _is_pipe(0):
-        # A reader rather than a thread: nothing here may wait for the interpreter's lock.
-        loop.add_reader(0, lambda: None if os.read(0, 4096) else (loop.remove_reader(0), over.set()))
     parent = os.getppid()
+
+    def closed() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            over.set()
 
     def watch() -> None:
         if os.getppid() != parent:
             over.set()
         loop.call_later(_WATCH_S, watch)
 
+    if _is_pipe(0):
+        # A reader rather than a thread: nothing here may wait for the interpreter's lock.
+        loop.add_reader(0, closed)
     watch()
     sys.stdout.write(json.dumps({"port": listening.sockets[0].getsockname()[1]}) + "\n")
     sys.stdout.flush()

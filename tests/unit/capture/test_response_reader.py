@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +33,7 @@ def read(data: bytes, cuts: list[int] | None = None) -> tuple[ResponseReader, by
     pieces: list[bytes] = []
     reader = ResponseReader(pieces)
     places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts or [])})
-    for start, stop in zip(places, places[1:], strict=False):
+    for start, stop in itertools.pairwise(places):
         if reader.feed(data[start:stop]):
             return reader, b"".join(pieces), stop
     return reader, b"".join(pieces), -1
@@ -79,10 +82,9 @@ def test_what_is_cut_off_never_ends(parts: list[bytes], missing: int) -> None:
 @given(st.binary(max_size=200), st.lists(st.integers(0, 300), max_size=5), st.booleans())
 def test_any_bytes_give_an_answer_or_a_typed_error(data: bytes, cuts: list[int], after_head: bool) -> None:
     """Whatever a peer sends, the reader returns or raises MalformedError."""
-    try:
-        read((CHUNKED if after_head else b"") + data, cuts)
-    except MalformedError as error:
-        assert "\n" not in str(error)
+    with contextlib.suppress(MalformedError):
+        reader, _, fed = read((CHUNKED if after_head else b"") + data, cuts)
+        assert reader.ended is (fed >= 0)
 
 
 def test_end_of_file_ends_a_body_without_framing() -> None:
