@@ -40,15 +40,16 @@ _SECOND = 1_000_000_000
 _START_S = 15.0
 _SERVER_SPARE_S = 20.0
 _REQUEST_S = 10.0
-_FAILURE_S = 1.0
+_FAILURE_S = 0.6
 _FAILURE_SHARE = 20
 _SHORT_TOKENS = 8
 _QUIRK_TOKENS = 12
-_QUIRK_RATE = 50.0
+_QUIRK_RATE = 100.0
 _LARGE = 100_000
 _LARGE_REQUESTS = 6
-_LARGE_RATE = 5.0
-_POISON_RATE = 100.0
+_LARGE_RATE = 8.0
+_POISON_RATE = 200.0
+_POISON_REQUESTS = 32
 _POISON_QUIRKS = ("error-object", "tokens-per-event", "dropped", "status-503", "role-first")
 
 
@@ -96,8 +97,8 @@ def cases(rules: FidelityRules) -> Iterator[Case]:
         offered=_offered("large-prompt", large, tokens=_SHORT_TOKENS, rate=_LARGE_RATE, prompt_tokens=_LARGE),
     )
     for fault in RECORDER_FAULTS:
-        mixed = [()] * 40
-        mixed[2:40:8] = [(name,) for name in _POISON_QUIRKS]
+        mixed = [()] * _POISON_REQUESTS
+        mixed[2 : 2 + 6 * len(_POISON_QUIRKS) : 6] = [(name,) for name in _POISON_QUIRKS]
         name = f"poison-{fault}"
         yield Case(
             name=name,
