@@ -247,7 +247,8 @@ def test_incomplete_recording(captured: tuple[Any, Evidence], case: str) -> None
 def test_other_load(captured: tuple[Any, Evidence]) -> None:
     """Another load than the study's is no pass."""
     study, evidence = captured
-    for change in ({"requests": 25}, {"tokens": 7}, {"concurrency": 7}):
+    changes: tuple[dict[str, Any], ...] = ({"requests": 25}, {"tokens": 7}, {"concurrency": 7})
+    for change in changes:
         other = replace(study, fidelity=replace(RULES, **change))
         assert verdict_of(other, evidence).outcome is not Outcome.PASS
 
