@@ -220,7 +220,8 @@ def test_a_null_that_differs_is_inconclusive(captured: tuple[Any, Evidence]) -> 
 def test_each_limit_counts(captured: tuple[Any, Evidence], limit: str) -> None:
     """Nothing is below a limit of NaN: the null fails first, so nothing is concluded."""
     study, evidence = captured
-    verdict = verdict_of(replace(study, fidelity=replace(RULES, **{limit: math.nan})), evidence)
+    change: dict[str, Any] = {limit: math.nan}
+    verdict = verdict_of(replace(study, fidelity=replace(RULES, **change)), evidence)
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert verdict.null is not None
     assert not verdict.null.passed
@@ -242,6 +243,37 @@ def test_incomplete_recording(captured: tuple[Any, Evidence], case: str) -> None
     study, (recordings, truths) = captured
     cut = recordings[case].rstrip(b"\n").rpartition(b"\n")[0] + b"\n"
     assert verdict_of(study, ({**recordings, case: cut}, truths)).outcome is Outcome.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"{}\n", b"[1]\n[2]\n[3]\n", b"null\n"])
+def test_no_recording_raises(captured: tuple[Any, Evidence], data: bytes) -> None:
+    """Bytes that are no recording are a gap, in the gate's own evidence as in a poison."""
+    study, (recordings, truths) = captured
+    for case in ("open", "failures", "poison-late-stamp"):
+        assert verdict_of(study, ({**recordings, case: data}, truths)).outcome is Outcome.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("key", [None, "schema", "peak", "requests"])
+@pytest.mark.parametrize(
+    "junk", [None, True, -1, pytest.param(10**400, id="huge"), float("nan"), "x", [], {}, {"closed-0000": None}]
+)
+def test_no_truth_raises(captured: tuple[Any, Evidence], key: str | None, junk: Any) -> None:
+    """Whatever stands for the truth, the judge says so and does not pass."""
+    study, (recordings, truths) = captured
+    changed = junk if key is None else {**truths["closed"], key: junk}
+    only = {name: recordings[name] for name in ("closed",)}
+    assert judge(study, recordings=only, truths={"closed": changed}).outcome is Outcome.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("junk", [None, True, -1, pytest.param(10**400, id="huge"), float("nan"), "x", [], [0]])
+def test_no_truth_of_a_request_raises(captured: tuple[Any, Evidence], junk: Any) -> None:
+    """Whatever stands for one value of the truth of a request, the judge does not raise or pass."""
+    study, (recordings, truths) = captured
+    first = truths["closed"]["requests"]["closed-0000"]
+    for key in first:
+        requests = {**truths["closed"]["requests"], "closed-0000": {**first, key: junk}}
+        found = judge(study, recordings=recordings, truths={"closed": {**truths["closed"], "requests": requests}})
+        assert found.outcome is Outcome.INCONCLUSIVE
 
 
 def test_other_load(captured: tuple[Any, Evidence]) -> None:
