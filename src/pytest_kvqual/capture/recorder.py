@@ -85,13 +85,13 @@ class Seams:
         stamp: The clock of every stamp, ns.
         due: The moment (ns after zero) at which an open-loop request is sent, from its intended arrival.
         cap: The most requests in flight in open loop, the others wait and are dispatched after it; None for no limit.
-        record: A last look at each request's line; returns what is written instead.
+        record: A last look at each request's line; returns what is written instead, None to leave the request out.
     """
 
     stamp: Callable[[], int] = monotonic_ns
     due: Callable[[int], int] | None = None
     cap: int | None = None
-    record: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    record: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
 
 def replay(
@@ -370,7 +370,7 @@ class _Run:
 
 
 def convert(
-    spool: Path, out: Path, *, record: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    spool: Path, out: Path, *, record: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 ) -> Mapping[str, Any]:
     """Write the recording ``out`` from a spool; returns its footer. Also for the spool of a process that was killed.
 
@@ -388,16 +388,26 @@ def convert(
 
 
 def _convert(
-    reader: SpoolReader, spool: Path, out: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None
+    reader: SpoolReader, spool: Path, out: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None] | None
 ) -> Mapping[str, Any]:
     requests = reader.header["requests"]
     found = reader.record(-1)
     zero = found[0]["zero"] if found is not None else 0
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for index, request in enumerate(requests):
+            line = _line(request, reader.record(index), zero)
+            changed = line if change is None else change(line)
+            if changed is not None:
+                yield changed
+
+    # Only a planted fault leaves a request out; it then does not count it either.
+    offered = len(requests) if change is None else sum(1 for _ in lines())
     head = {
         **reader.header["header"],
         "schema": SCHEMA,
         "kind": "recording",
-        "requests": len(requests),
+        "requests": offered,
         "zero_monotonic_ns": zero,
         "zero_wall": found[0]["wall"] if found is not None else reader.header["wall"],
     }
@@ -407,23 +417,16 @@ def _convert(
         with out.open("xb") as file:
             try:
                 file.write(canonical_bytes(head) + b"\n")
-                missing: list[int] = []
-                for index, request in enumerate(requests):
-                    kept = reader.record(index)
-                    line = _line(request, kept, zero)
-                    if change is not None:
-                        line = change(line)
+                for line in lines():
                     if line["failure"] is not None:
                         kind = line["failure"]["kind"]
                         failed[kind] = failed.get(kind, 0) + 1
-                    if kept is None:
-                        missing.append(index)
                     end = max(end, line["end_ns"])
                     file.write(canonical_bytes(line) + b"\n")
                 footer = {
                     "kind": "end",
-                    "offered": len(requests),
-                    "completed": len(requests) - sum(failed.values()),
+                    "offered": offered,
+                    "completed": offered - sum(failed.values()),
                     "failed": failed,
                     "end_ns": end,
                 }

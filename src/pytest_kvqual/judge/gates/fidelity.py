@@ -70,6 +70,7 @@ _TRUTH_KEYS = (
     "received_ns", "times", "tokens",
 )  # fmt: skip
 _MILLISECOND = 1_000_000
+_MOST = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,16 +160,18 @@ def _judged(result: Objections, rules: FidelityRules, name: str, data: bytes | N
         case = _read(name, data, document)
     if case is None:
         return None
-    _load(result, rules, name, case)
-    _accounting(result, name, case)
-    _outcomes(result, name, case)
-    _counts(result, name, case)
-    if case.recording.header["mode"] == "open":
-        _lateness(result, rules, name, case)
-        _arrivals(result, rules, name, case)
-    else:
-        _concurrency(result, rules, name, case)
-    _errors(result, rules, name, case)
+    # A number beyond float64 is no measurement, wherever it comes up.
+    with result.reading(1):
+        _load(result, rules, name, case)
+        _accounting(result, name, case)
+        _outcomes(result, name, case)
+        _counts(result, name, case)
+        if case.recording.header["mode"] == "open":
+            _lateness(result, rules, name, case)
+            _arrivals(result, rules, name, case)
+        else:
+            _concurrency(result, rules, name, case)
+        _errors(result, rules, name, case)
     return case
 
 
@@ -196,21 +199,21 @@ def _truths(document: object, *, origin: str) -> tuple[dict[str, _Truth], int]:
     truths: dict[str, _Truth] = {}
     for name, table in top.named_tables("requests", known=_TRUTH_KEYS).items():
         truths[name] = _Truth(
-            arrived_ns=table.integer("arrived_ns"),
+            arrived_ns=table.integer("arrived_ns", minimum=0, maximum=_MOST),
             first_ns=_optional(table, "first_token_ns"),
             last_ns=_optional(table, "last_token_ns"),
-            tokens=table.integer("tokens", minimum=0),
-            per_event=table.integers("per_event", minimum=1),
+            tokens=table.integer("tokens", minimum=0, maximum=_MOST),
+            per_event=table.integers("per_event", minimum=1, maximum=_MOST),
             outcome=table.string("outcome"),
             quirks=table.strings("quirk"),
-            prompt_tokens=table.integer("prompt_tokens", minimum=0),
-            times=table.integer("times", minimum=1),
+            prompt_tokens=table.integer("prompt_tokens", minimum=0, maximum=_MOST),
+            times=table.integer("times", minimum=1, maximum=_MOST),
         )
-    return truths, top.integer("peak", minimum=0)
+    return truths, top.integer("peak", minimum=0, maximum=_MOST)
 
 
 def _optional(table: Table, key: str) -> int | None:
-    return None if table.raw(key) is None else table.integer(key)
+    return None if table.raw(key) is None else table.integer(key, minimum=0, maximum=_MOST)
 
 
 def _load(result: Objections, rules: FidelityRules, name: str, case: _Case) -> None:
