@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_kvqual.judge.gates.fidelity import SEEN_BY
 from pytest_kvqual.testing.script import (
     FINISH,
     GO_ON,
@@ -74,3 +77,17 @@ def test_refused(script: dict[str, Any], message: str) -> None:
     """A script that is not as described is refused in one line."""
     with pytest.raises(ScriptError, match=message):
         read_script({"kvqual_script": script})
+
+
+def test_document_names_every_quirk_and_fault() -> None:
+    """The tables of docs/fidelity.md have each quirk under its outcome, and each seeded fault with its rule."""
+    text = (Path(__file__).parents[3] / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    quirks = {name: row[0] for row in rows if len(row) == 2 for name in re.findall("`([a-z0-9-]+)`", row[1])}
+    assert {name: quirks.get(name) for name in QUIRKS} == {name: outcome for name, (outcome, _) in QUIRKS.items()}
+    faults = {
+        row[0].strip("`"): frozenset(map(int, row[2].split(", ")))
+        for row in rows
+        if len(row) == 3 and row[2][0].isdigit()
+    }
+    assert faults == dict(SEEN_BY)

@@ -35,7 +35,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Final
 
-from pytest_kvqual._decode import Table
+from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
 from pytest_kvqual.judge.verdict import Check, Poison, Verdict
@@ -59,11 +59,12 @@ SEEN_BY: Final[Mapping[str, frozenset[int]]] = MappingProxyType(
         "hidden-cap-untold": frozenset({6}),
         "failure-dropped": frozenset({2}),
         "error-object-is-success": frozenset({3}),
-        "clock-wall": frozenset({5}),
+        "clock-wall": frozenset({1, 5}),
         "token-per-event": frozenset({4}),
     }
 )
-"""The rules of which one must object under a seeded fault; of a fault that is not here, any rule."""
+"""The rules of which one must object under a seeded fault; of a fault that is not here, any rule. Rule 1: the reader
+refuses the recording, which is complete, for what it says."""
 
 _TRUTH_KEYS = (
     "arrived_ns", "end_ns", "first_token_ns", "gone", "last_token_ns", "outcome", "per_event", "prompt_tokens", "quirk",
@@ -420,12 +421,30 @@ def _poisoned(rules: FidelityRules, name: str, data: bytes, document: object) ->
     case = _judged(scratch, rules, name, data, document)
     required = SEEN_BY.get(fault, _ANY)
     lines = [text for rule, text in scratch.found if rule in required]
+    if case is None and 1 in required and document is not None and _whole(data):
+        # Times that go backwards: what was written is all there, and the reader will not have it.
+        return Poison(fault=fault, caught=True, figure=f"rules 1: {scratch.first()}")
     if case is None or not lines:
         wanted = ", ".join(map(str, sorted(required)))
         figure = scratch.first() or "no rule objected"
         return Poison(fault=fault, caught=False, figure=f"{figure}; expected an objection of rule {wanted}")
     ruled = ", ".join(map(str, sorted(scratch.rules())))
     return Poison(fault=fault, caught=True, figure=f"rules {ruled}: {lines[0]}")
+
+
+def _whole(data: bytes) -> bool:
+    """Whether a recording has its header, all its requests and its end; what they say is not looked at."""
+    try:
+        lines = [parse_json(line, origin="recording", error=EvidenceError) for line in data.splitlines()]
+    except EvidenceError:
+        return False
+    tables = [line for line in lines if isinstance(line, dict)]
+    kinds = [table.get("kind") for table in tables]
+    return (
+        len(tables) == len(lines) >= 3
+        and kinds == ["recording", *["request"] * (len(lines) - 2), "end"]
+        and tables[0].get("requests") == tables[-1].get("offered") == len(lines) - 2
+    )
 
 
 def _details(case: _Case) -> dict[str, object]:
