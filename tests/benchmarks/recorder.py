@@ -151,7 +151,7 @@ class Bare(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Stamp and keep. The end of this one server's answers is known."""
         self.reads.append((time.monotonic_ns(), data))
-        if data.endswith(b"0\r\n\r\n"):
+        if data.endswith(b"\r\n0\r\n\r\n"):
             self.ended()
 
 
