@@ -41,6 +41,7 @@ SCHEMA = 1
 _PRE_OPENED = 64
 _PRE_OPEN_LIMIT_S = 10.0
 _BURST_NS = 100_000_000
+_NOT_SENT = ("cancelled", "not sent, or not ended: the run was interrupted")
 # From the last preparation to zero: the first request is then as little late as any other.
 _LEAD_NS = 20_000_000
 _PROGRESS_NS = 250_000_000
@@ -375,8 +376,9 @@ def convert(
 ) -> Mapping[str, Any]:
     """Write the recording ``out`` from a spool; returns its footer. Also for the spool of a process that was killed.
 
-    A request without a record in the spool was never ended by the recorder: it is ``cancelled``. One that was never
-    sent has None for each moment that it did not reach.
+    A request without a record in the spool was not sent, or not ended by the recorder: it is ``cancelled``, without a
+    connection, a send and a header. Its dispatch and end, which no record is without, are the last end of the others,
+    or its intended arrival where that is later.
 
     Raises:
         EvidenceError: The spool is damaged, or ``out`` exists or cannot be written; the spool stays.
@@ -397,7 +399,7 @@ def _convert(
 
     def lines() -> Iterator[dict[str, Any]]:
         for index, request in enumerate(requests):
-            line = _line(request, reader.record(index), zero)
+            line = _line(request, reader.record(index), zero, reader.last_ns)
             changed = line if change is None else change(line)
             if changed is not None:
                 yield changed
@@ -446,10 +448,14 @@ def _convert(
 
 
 def _line(
-    request: Mapping[str, Any], kept: tuple[dict[str, Any], Sequence[int], list[bytes]] | None, zero: int
+    request: Mapping[str, Any], kept: tuple[dict[str, Any], Sequence[int], list[bytes]] | None, zero: int, last: int
 ) -> dict[str, Any]:
     """One request's line of the recording."""
-    meta, times, reads = kept if kept is not None else ({}, (), [])
+    if kept is None:
+        due = last if request["intended_ns"] is None else zero + request["intended_ns"]
+        never = {"intended": due, "dispatch": max(last, due), "end": max(last, due), "failure": _NOT_SENT}
+        kept = never, (), []
+    meta, times, reads = kept
     pieces: list[bytes] = []
     reader = ResponseReader(pieces)
     body: list[bytes] = []
@@ -480,7 +486,7 @@ def _line(
         stamp = meta.get(name)
         return None if stamp is None else stamp - zero
 
-    failure = meta.get("failure", ("cancelled", "not sent: the run was interrupted"))
+    failure = meta["failure"]
     if failure is None and reader.status != 200:
         failure = ("status", f"HTTP status {reader.status}")
     # Some servers close after the last event and send no last chunk. The stream then says itself whether it is whole.
@@ -494,7 +500,7 @@ def _line(
         "request": request["request"],
         "prompt": request["prompt"],
         "max_tokens": request["max_tokens"],
-        "intended_ns": after_zero("intended") if kept is not None else request["intended_ns"],
+        "intended_ns": after_zero("intended"),
         "dispatch_ns": dispatch,
         "admission_ns": dispatch,
         "connected_ns": after_zero("connected"),
@@ -506,7 +512,7 @@ def _line(
         "body_sha256": request["body_sha256"],
         "events": [[at, base64.b64encode(event).decode("ascii")] for at, event in events],
         "rest": base64.b64encode(rest).decode("ascii"),
-        "end_ns": after_zero("end") or 0,
+        "end_ns": after_zero("end"),
         "failure": None if failure is None else {"kind": failure[0], "text": failure[1]},
     }
 
