@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pytest_kvqual.audit import attempts as evidence
 from pytest_kvqual.audit import frozen as study
-from pytest_kvqual.audit import gsm8k, rederive, settings, timing
+from pytest_kvqual.audit import gsm8k, rederive, settings, timing, trials
 from pytest_kvqual.audit import receipts as stored
 from pytest_kvqual.audit.captures import Responses
 from pytest_kvqual.audit.checks import CHECKS, Report
@@ -144,6 +144,8 @@ def _audit(tree: Tree, options: Options) -> Result:
     _settings(records, newest, report)
     with report.reading(14, "gsm8k"):
         gsm8k.check(records, newest, options.gsm8k, report)
+    with report.reading(trials.STATISTICS, stored.FOLDER):
+        trials.check(tree, records, newest, report)
     with report.reading(16, stored.FOLDER):
         result.timing = timing.check(records, newest, result.gates, report)
     if all(gate.stands for gate in result.gates if gate.required):

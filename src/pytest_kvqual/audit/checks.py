@@ -21,6 +21,9 @@
 14. GSM8K: the same panel in all arms, made of the test set that the study names.
 15. Controls and null: the study's controls, the null captured twice, and no capture copied from another.
 16. Timing: none without every gate above it.
+17. Recordings: each verifies (``kvqual verify``), and a trial's is a replay of the frozen trace.
+18. Timed trials and their statistics: what the receipts of trial and superiority say follows from the recordings, the
+    server's counters and the frozen plan.
 
 What check 13 can see: what each worker observed of itself (``identity.json``: backend and KV format of each layer,
 block size, pool, scales, versions of distributions, the settings after every default), what was read again after the
@@ -59,6 +62,8 @@ CHECKS: Final[Mapping[int, str]] = MappingProxyType(
         14: "gsm8k panel and test set",
         15: "controls, null and copies",
         16: "timing",
+        17: "recordings",
+        18: "trials and statistics",
     }
 )
 """Each check's number and its meaning in a few words; this module's docstring says it in full."""
