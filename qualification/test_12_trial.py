@@ -1,4 +1,4 @@
-"""Gate 12, trial: asked for with -m 'cpu and timing'."""
+"""Gate 12, trial: asked for with -m 'cpu and timing' --block N."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ pytestmark = [pytest.mark.cpu, pytest.mark.gpu, pytest.mark.timing]
 
 @pytest.mark.gate("trial")
 def test_trial(gate: Gate) -> None:
-    """Timing is refused unless every gate above it has a standing PASS receipt."""
+    """One arm of one frozen block is timed once, on a fresh server, as the plan says."""
     gate.decide()

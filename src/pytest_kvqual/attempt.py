@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -365,6 +365,44 @@ class Attempt:
 
         timeout_s = self._selection.study.engine.request_timeout_s
         return rpc.call(self._live().base_url, method, *args, timeout_s=timeout_s)
+
+    # -- what a trial needs --------------------------------------------------------------------------------------------
+
+    @property
+    def base_url(self) -> str:
+        """Where the server answers."""
+        return self._live().base_url
+
+    def call(self, method: str, *args: object) -> list[object]:
+        """Call a method of the workers; one result per rank."""
+        return self._call(method, *args)
+
+    def kernels(self) -> list[object]:
+        """Which kernels each layer runs now, by rank."""
+        return self._dispatched()
+
+    def trial_identity(self, name: str, parts: Sequence[str]) -> None:
+        """These parts of what the server is, which must be the same when it is stopped."""
+        ranks = self._call("kvqual_identity", {"parts": list(parts)})
+        sockets = [[it.address, it.port] for it in self._live().sockets()]
+        self._bundle.write(name, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "sockets": sockets})
+        self._identity = ranks
+
+    def seal(self, name: str) -> None:
+        """Seal a file that a recorder wrote."""
+        self._bundle.seal(name)
+
+    def write(self, name: str, document: Mapping[str, object]) -> None:
+        """Write and seal a document."""
+        self._bundle.write(name, document)
+
+    def say(self, text: str) -> None:
+        """One line of progress."""
+        self._say(text)
+
+    def steps(self, what: str) -> Callable[[int, int], None]:
+        """Takes (done, total) and says so, not more often than a reader can follow."""
+        return self._steps(what)
 
     # -- captures ----------------------------------------------------------------------------------------------------
 

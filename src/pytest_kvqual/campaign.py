@@ -46,12 +46,14 @@ from pytest_kvqual.attempt import (
 from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, ServerError, StudyError
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
-from pytest_kvqual.study.load import ORACLE_GATES, SCORED_TASKS
+from pytest_kvqual.study.load import ORACLE_GATES, SCORED_TASKS, TIMING_GATES
+from pytest_kvqual.timing import Timing
 
 if TYPE_CHECKING:
     from pytest_kvqual.evidence.reader import Reader
     from pytest_kvqual.evidence.records import Scope
     from pytest_kvqual.hooks import Options, Progress
+    from pytest_kvqual.judge.permit import TimingPermit
     from pytest_kvqual.judge.sequence import Refusal, Standing
     from pytest_kvqual.receipt.statement import Receipt
     from pytest_kvqual.receipt.write import Receipts
@@ -81,7 +83,14 @@ def open_campaign(options: Options, progress: Progress) -> Campaign:
     length = options.length if options.length is not None else next(iter(study.lengths))
     selection = select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
     run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / study.name
-    return Campaign(selection, run_dir=run_dir, prefix=options.prefix, progress=progress, gsm8k=options.gsm8k)
+    return Campaign(
+        selection,
+        run_dir=run_dir,
+        prefix=options.prefix,
+        progress=progress,
+        gsm8k=options.gsm8k,
+        block=options.block,
+    )
 
 
 def _only_candidate(study: Study) -> str:
@@ -105,6 +114,7 @@ class Campaign:
         progress: Takes one line about a long step.
         label: The arm's name in scopes; default its own.
         gsm8k: The file of the GSM8K test set; None for the hub's.
+        block: The block of the trial; None where this run has none.
     """
 
     def __init__(
@@ -116,12 +126,14 @@ class Campaign:
         progress: Progress,
         label: str | None = None,
         gsm8k: Path | None = None,
+        block: int | None = None,
     ) -> None:
         self.selection: Selection = selection
         self.study: Study = selection.study
         self.arm: str = label or selection.arm.name
         self.run_dir = run_dir
-        self._prefix = prefix
+        self.prefix = prefix
+        self._timing = Timing(self, block=block)
         self._gsm8k_file = gsm8k
         self._gsm8k_panel = b""
         self._progress = progress
@@ -166,6 +178,8 @@ class Campaign:
         models.verify_model(self._model, self.study.model.files)
         if "gsm8k" in gates:
             self._gsm8k_panel = self._built_gsm8k()
+        if any(gate in TIMING_GATES for gate in gates):
+            self._timing.prepare()
         self._claim(self.run_dir)
         keep(self.study, lock, self.run_dir)
         return self._stale()
@@ -244,6 +258,10 @@ class Campaign:
                 advice="free space there, or give another --run-dir",
             )
 
+    def scope_of(self, arm: Arm) -> Scope:
+        """The scope of an arm of the study at this campaign's length and pool."""
+        return self._scope(arm)
+
     def _scope(self, arm: Arm, label: str | None = None) -> Scope:
         from pytest_kvqual._canonical import digest
         from pytest_kvqual.evidence.records import Scope
@@ -293,6 +311,8 @@ class Campaign:
             "nll": self._nll,
             **{name: partial(self._preserved, name) for name in SCORED_TASKS},
         }
+        if gate in TIMING_GATES:
+            return self._timing.judge(gate)
         if gate not in judges:
             raise RefusedError(f"gate {gate}: found no judge for it, expected one: it is planned")
         self.capture_controls()
@@ -366,7 +386,7 @@ class Campaign:
 
     def _earlier_failures(self, gate: str) -> tuple[str, ...]:
         """The receipts of ``gate`` in this run directory that say FAIL of this arm, length and pool, of any lock."""
-        scope = self._own_scope()
+        scope = self.own_scope()
         place = (scope.arm, scope.length, scope.cache_bytes)
         return tuple(
             receipt.name
@@ -524,11 +544,11 @@ class Campaign:
 
         names = self._control_names(arm, self._gates)
         scope = self._scope(arm)
-        reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
+        reader = Reader.latest(self.run_dir, scope, prefix=self.prefix, names=names)
         if reader is not None:
             self._progress(f"{arm.name}: captured earlier in {reader.name}")
             return reader
-        with self._begin(replace(self.selection, arm=arm), scope) as attempt:
+        with self.begin(replace(self.selection, arm=arm), scope) as attempt:
             attempt.boot()
             attempt.identity()
             if DISPATCH in names:
@@ -551,12 +571,13 @@ class Campaign:
                         attempt.scored(self._panel(task), name)
         return Reader.open(attempt.path)
 
-    def _begin(self, selection: Selection, scope: Scope) -> Attempt:
+    def begin(self, selection: Selection, scope: Scope, *, prefix: str = "") -> Attempt:
+        """A new attempt; ``prefix`` goes before that of the campaign."""
         return Attempt(
             selection,
             scope,
             run_dir=self.run_dir,
-            prefix=self._prefix,
+            prefix=prefix + self.prefix,
             model=self._model,
             progress=self._progress,
             activity=self._activity,
@@ -569,12 +590,12 @@ class Campaign:
         if self._attempt is None and self.arm not in self._readers:
             scope = self._scope(self.selection.arm, self.arm)
             names = self._needed(self._gates)
-            reader = Reader.latest(self.run_dir, scope, prefix=self._prefix, names=names)
+            reader = Reader.latest(self.run_dir, scope, prefix=self.prefix, names=names)
             if reader is not None:
                 self._progress(f"{self.arm}: captured earlier in {reader.name}")
                 self._readers[self.arm] = reader
             else:
-                self._attempt = self._begin(self.selection, scope)
+                self._attempt = self.begin(self.selection, scope)
         attempt = self._attempt
         if attempt is None:
             return
@@ -638,15 +659,59 @@ class Campaign:
 
     # -- receipts ----------------------------------------------------------------------------------------------------
 
-    def _own_scope(self) -> Scope:
+    def own_scope(self) -> Scope:
+        """The scope of the arm under qualification."""
         return self._scope(self.selection.arm, self.arm)
+
+    def permit(self, gate: str) -> TimingPermit:
+        """The permit for a timing gate, from the receipts that stand now.
+
+        Raises:
+            RefusedError: A receipt above it is missing, failed or stale.
+        """
+        from pytest_kvqual.judge.permit import grant
+        from pytest_kvqual.receipt.write import disk_digests
+
+        found = self._receipts()
+        return grant(
+            self.study,
+            gate,
+            found.receipts,
+            self.own_scope(),
+            implementation=self._implementation,
+            digests=disk_digests(self.run_dir),
+            damaged=found.damaged,
+        )
+
+    def pilot_permit(self) -> TimingPermit:
+        """The permit for an exploratory measurement.
+
+        Raises:
+            RefusedError: A receipt of a gate up to parity is missing, failed or stale.
+        """
+        from pytest_kvqual.judge.permit import grant_pilot
+        from pytest_kvqual.receipt.write import disk_digests
+
+        found = self._receipts()
+        return grant_pilot(
+            self.study,
+            found.receipts,
+            self.own_scope(),
+            implementation=self._implementation,
+            digests=disk_digests(self.run_dir),
+            damaged=found.damaged,
+        )
 
     def _receipts(self) -> Receipts:
         from pytest_kvqual.receipt.write import read_all
 
-        return read_all(self.run_dir, prefix=self._prefix)
+        return read_all(self.run_dir, prefix=self.prefix)
 
     def _above(self, gate: str) -> Standing:
+        return self.standing(gate, self.own_scope())
+
+    def standing(self, gate: str, scope: Scope) -> Standing:
+        """The receipts that ``gate`` may rest on in a scope of this run directory."""
         from pytest_kvqual.judge.sequence import standing
         from pytest_kvqual.receipt.write import disk_digests
 
@@ -655,7 +720,7 @@ class Campaign:
             self.study,
             gate,
             found.receipts,
-            self._own_scope(),
+            scope,
             implementation=self._implementation,
             digests=disk_digests(self.run_dir),
             damaged=found.damaged,
@@ -670,7 +735,7 @@ class Campaign:
             self.study,
             gate,
             found.receipts,
-            self._own_scope(),
+            self.own_scope(),
             implementation=self._implementation,
             digests=disk_digests(self.run_dir),
             damaged=found.damaged,
@@ -678,11 +743,17 @@ class Campaign:
         return next((receipt for receipt in found.receipts if receipt is stands), None) or cast("Refusal", stands)
 
     def _stale(self) -> list[str]:
-        """One line for each gate that has receipts here, none of which counts."""
+        """One line for each gate that has receipts of this arm, length and pool here, none of which counts."""
         from pytest_kvqual.judge.sequence import Refusal
 
-        lines = []
+        scope, lines, there = self.own_scope(), [], self._receipts()
+        place = (scope.arm, scope.length, scope.cache_bytes)
+        here = {it.gate for it in there.receipts if (it.scope.arm, it.scope.length, it.scope.cache_bytes) == place}
+        here |= {it.gate for it in there.damaged if (it.arm, it.length, it.cache_bytes) == place}
         for plan in self.study.gates:
+            if plan.name not in here:
+                # Another arm's receipts are none of this one's business.
+                continue
             found = self._stands(plan.name)
             if isinstance(found, Refusal) and found.kind in ("stale", "damaged"):
                 lines.append(f"an earlier receipt counts no more: {found.line()}")
@@ -698,7 +769,7 @@ class Campaign:
         evidence = self._evidence(gate) if verdict.outcome is not Outcome.REFUSED else {}
         statement = build(
             verdict,
-            self._own_scope(),
+            self.own_scope(),
             order=1 + [plan.name for plan in self.study.gates].index(gate),
             evidence=evidence,
             requires={name: receipt.sha256 for name, receipt in above.receipts.items()},
@@ -708,10 +779,12 @@ class Campaign:
         # A second receipt of the same content would make the receipts that rest on the first one stale.
         if not isinstance(stands, Refusal) and encode(statement, attempt=stands.attempt) == stands.data:
             return Decision(verdict=verdict, receipt=self.run_dir / stands.name)
-        return Decision(verdict=verdict, receipt=write(self.run_dir, statement, prefix=self._prefix))
+        return Decision(verdict=verdict, receipt=write(self.run_dir, statement, prefix=self.prefix))
 
     def _evidence(self, gate: str) -> dict[str, str]:
         """The digests of the files that a gate's verdict rests on, by ``BUNDLE/attempt-N/FILE``."""
+        if gate in TIMING_GATES:
+            return dict(self._timing.evidence(gate))
         found: dict[str, str] = {}
         own = self._readers.get(self.arm)
         if own is not None:
@@ -735,6 +808,10 @@ class Campaign:
         return Decision(verdict=stands.verdict, receipt=self.run_dir / stands.name, standing=True)
 
     # -- the end -----------------------------------------------------------------------------------------------------
+
+    def pilot(self, cell: str | None) -> Sequence[str]:
+        """One exploratory measurement of the arm at one load; lines for a person."""
+        return self._timing.pilot(cell)
 
     def summary(self) -> Sequence[str]:
         """The share of the run's wall time in which an engine was busy, and how long each took to boot."""

@@ -8,7 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign
-    from pytest_kvqual.session import Gate
+    from pytest_kvqual.session import Gate, Pilot
     from pytest_kvqual.study.model import Study
 
 
@@ -38,3 +38,11 @@ def gate(request: pytest.FixtureRequest) -> Gate:
     from pytest_kvqual.session import session_of
 
     return session_of(request.config).gate(request.node)
+
+
+@pytest.fixture
+def pilot(request: pytest.FixtureRequest) -> Pilot:
+    """An exploratory measurement; ``pilot.measure()`` is the whole test."""
+    from pytest_kvqual.session import session_of
+
+    return session_of(request.config).pilot()

@@ -26,7 +26,8 @@ class Options:
     ``arm`` and ``length`` are None when not given: the study's only candidate, the study's first length.
     ``cache_bytes`` in bytes, None for the study's own. ``platform`` is the one that ``-m`` names, and ``timing`` says
     whether ``-m`` names ``timing`` too. ``run_dir`` is absolute. ``gsm8k`` is the file of the GSM8K
-    test set, absolute, None for the hub's.
+    test set, absolute, None for the hub's. ``block`` is
+    the block of a trial, None where none was asked for.
     """
 
     study: str
@@ -39,6 +40,7 @@ class Options:
     platform: Literal["cpu", "gpu"]
     timing: bool
     gsm8k: Path | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,13 @@ class Campaign(Protocol):
 
     def absent(self, gate: str, reason: str) -> Decision:
         """The standing PASS of a gate that this run did not decide, else a new receipt that says why it did not."""
+
+    def pilot(self, cell: str | None) -> Sequence[str]:
+        """Measure the arm at one load of the plan, to explore; returns lines for a person.
+
+        Raises:
+            KvqualError: a gate through parity does not stand, or the measurement failed.
+        """
 
     def summary(self) -> Sequence[str]:
         """Lines for the end of the report: the share of wall time in which an engine was busy."""

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_kvqual.fixtures import arm, campaign, gate, study
+from pytest_kvqual.fixtures import arm, campaign, gate, pilot, study
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Options, Progress
     from pytest_kvqual.kv.geometry import Geometry
 
-__all__ = ["arm", "campaign", "gate", "study"]
+__all__ = ["arm", "campaign", "gate", "pilot", "study"]
 
 DEFAULT_STUDY = "smollm2-cpu"
 MARKERS = (
     "cpu: runs on a CPU study (gates are selected by -m cpu or -m gpu)",
     "gpu: runs on a GPU study",
     "timing: a timing gate; asked for by naming it: -m 'cpu and timing'",
+    "pilot: an exploratory measurement, which decides nothing; asked for by naming it: -m 'cpu and pilot'",
     "gate(name): decides one gate of the study",
     "transfer: checks a backend on synthetic inputs, without a model or an engine; decides no gate",
     "controls: plants a fault and expects the gate that claims it to be the first to object",
@@ -120,6 +121,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=_positive("--cache-bytes", "bytes"),
         help="size of the KV pool in bytes (default: the study's)",
     )
+    group.addoption(
+        "--block",
+        metavar="N",
+        type=_positive("--block", "a block's number"),
+        help="the block of the frozen timing plan that -m 'cpu and timing' times --arm in, once",
+    )
+    group.addoption("--cell", metavar="NAME", help="the load of -m 'cpu and pilot' (default: the plan's first)")
     group.addoption(
         "--geometry",
         metavar="G",

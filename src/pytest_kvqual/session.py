@@ -27,7 +27,7 @@ from pytest_kvqual.errors import KvqualError
 from pytest_kvqual.hooks import Options
 from pytest_kvqual.judge.verdict import Outcome
 from pytest_kvqual.report import junit, progress, terminal
-from pytest_kvqual.study.load import GATES
+from pytest_kvqual.study.load import GATES, WITH_BLOCK, WITHOUT_BLOCK
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Decision
@@ -107,10 +107,10 @@ def named_platforms(expression: str) -> tuple[Literal["cpu", "gpu"], ...]:
     return tuple(platforms)
 
 
-def names_timing(expression: str) -> bool:
-    """Whether a ``-m`` expression asks for timing gates by name (``"cpu and not timing"`` does not)."""
+def names(expression: str, mark: str) -> bool:
+    """Whether a ``-m`` expression asks for ``mark`` by name (``"cpu and not timing"`` does not ask for ``timing``)."""
     words = frozenset(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
-    return "timing" in words and any(_value(expression, extra | {"timing"}) for extra in _subsets(words - {"timing"}))
+    return mark in words and any(_value(expression, extra | {mark}) for extra in _subsets(words - {mark}))
 
 
 def _subsets(words: frozenset[str]) -> Iterable[frozenset[str]]:
@@ -136,6 +136,7 @@ def options_of(config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing
         prefix=config.getoption("prefix"),
         run_dir=None if run_dir is None else (config.invocation_params.dir / run_dir).absolute(),
         gsm8k=config.getoption("gsm8k"),
+        block=config.getoption("block"),
         root=config.rootpath,
         platform=platform,
         timing=timing,
@@ -157,6 +158,17 @@ class Gate:
         return decision
 
 
+class Pilot:
+    """An exploratory measurement, for its test."""
+
+    def __init__(self, session: QualificationSession) -> None:
+        self._session = session
+
+    def measure(self) -> None:
+        """Measure once; fail the test in one line where that is refused or fails. Decides nothing."""
+        self._session.explore()
+
+
 class QualificationSession:
     """The hooks of a run that holds gates."""
 
@@ -173,6 +185,8 @@ class QualificationSession:
         self._started = False
         self._stopped = ""
         self._timing = False
+        self._piloting = False
+        self._explored: list[str] = []
         self._interrupted = ""
         # Opening waits for the selection where it may turn out that only transfer tests run.
         self._waiting = False
@@ -232,7 +246,9 @@ class QualificationSession:
                 "-m gpu: found no GPU (no /dev/nvidia*, no /dev/kfd, no nvidia-smi), expected one: "
                 "run on a GPU host, or -m cpu with a CPU study"
             )
-        self._timing = names_timing(expression)
+        self._timing = names(expression, "timing")
+        self._piloting = names(expression, "pilot")
+        _check_block(config, timing=self._timing, piloting=self._piloting)
         options = options_of(config, platform=platform, timing=self._timing)
         try:
             self._campaign = config.hook.pytest_kvqual_campaign(options=options, progress=self.progress)
@@ -273,11 +289,9 @@ class QualificationSession:
             return
         plans = {plan.name: plan for plan in self.campaign.study.gates}
         # A gate that the study does not list is another study's (gsm8k where the model cannot do it).
-        unasked = {
-            item
-            for name, item in self._selected.items()
-            if name not in plans or (plans[name].timing and not self._timing)
-        }
+        unasked = {item for name, item in self._selected.items() if name not in plans or not self._asked(plans[name])}
+        if not self._piloting:
+            unasked |= {item for item in items if item.get_closest_marker("pilot") is not None}
         if unasked:
             self._config.hook.pytest_deselected(items=list(unasked))
             self._selected = {name: item for name, item in self._selected.items() if item not in unasked}
@@ -288,6 +302,13 @@ class QualificationSession:
             items[place] = self._selected[name]
         # They take seconds, and what they find is found before an engine boots.
         items.sort(key=lambda item: item.get_closest_marker("transfer") is None)
+
+    def _asked(self, plan: GatePlan) -> bool:
+        """Whether this run decides the gate: timing where it is named, a trial with ``--block``, statistics without."""
+        if not plan.timing:
+            return not self._piloting
+        other = WITH_BLOCK if self._config.getoption("block") is None else WITHOUT_BLOCK
+        return self._timing and plan.name != other
 
     def _in_order(self) -> list[str]:
         """The selected gates in the study's order."""
@@ -325,6 +346,17 @@ class QualificationSession:
             pytest.fail(error.line(), pytrace=False)
         self._decisions[name] = decision
         return decision
+
+    def pilot(self) -> Pilot:
+        """The exploratory measurement of this run."""
+        return Pilot(self)
+
+    def explore(self) -> None:
+        """Measure the arm at one load, and keep what to say about it for the report."""
+        try:
+            self._explored += self.campaign.pilot(self._config.getoption("cell"))
+        except KvqualError as error:
+            pytest.fail(error.line(), pytrace=False)
 
     def progress(self, line: str) -> None:
         """Write one line on the terminal, also while a test's output is captured."""
@@ -375,9 +407,7 @@ class QualificationSession:
 
     def _expected(self) -> list[GatePlan]:
         """The gates that this run must pass."""
-        return [
-            plan for plan in self.campaign.study.gates if plan.state == "required" and (self._timing or not plan.timing)
-        ]
+        return [plan for plan in self.campaign.study.gates if plan.state == "required" and self._asked(plan)]
 
     def _absent(self, name: str, reason: str) -> Decision | None:
         try:
@@ -480,6 +510,11 @@ class QualificationSession:
             terminalreporter.write_line("qualification: only transfer tests were selected; no gate was decided")
         if self._campaign is None or not self._started:
             return
+        if self._piloting:
+            terminalreporter.section(f"pilot of {self.campaign.title}")
+            for line in [*self._explored, "no gate was decided"]:
+                terminalreporter.write_line(line)
+            return
         terminalreporter.section(f"qualification of {self.campaign.title}")
         lines = terminal.lines(
             self._rows(),
@@ -500,6 +535,20 @@ def _gate_name(item: pytest.Item) -> str:
     if mark is None or len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], str):
         raise pytest.UsageError(f"{item.nodeid}: found {mark}, expected @pytest.mark.gate(NAME)")
     return mark.args[0]
+
+
+def _check_block(config: pytest.Config, *, timing: bool, piloting: bool) -> None:
+    """Refuse options that would have no effect, and a pilot together with gates that time.
+
+    Raises:
+        pytest.UsageError: one line.
+    """
+    if config.getoption("block") is not None and not timing:
+        raise pytest.UsageError("found --block without timing in -m, expected -m 'cpu and timing' (or gpu)")
+    if config.getoption("cell") is not None and not piloting:
+        raise pytest.UsageError("found --cell without pilot in -m, expected -m 'cpu and pilot' (or gpu)")
+    if timing and piloting:
+        raise pytest.UsageError("found both timing and pilot in -m, expected one: a pilot decides nothing")
 
 
 def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:

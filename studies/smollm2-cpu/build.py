@@ -51,6 +51,12 @@ RETRIEVAL = {  # prompt tokens, and the grades in turn
     8192: (7936, tuple((others, depth) for others in (0, 0, 0, 0, 1) for depth in DEPTHS) * 2),
 }
 
+# Timing: prompts of so many tokens, each its own text, and which of the parity panel's prompts are sent along. Each arm
+# answers those alike one at a time and in waves of 32: their answers do not hang on the batch.
+TIMING = {1024: (1000, 32, 6)}  # prompt tokens, measured, warm-up
+CANARIES = ("p05", "p20", "p29", "p30")
+TIMING_TOKENS = 24
+
 # Recall: a list of so many names with a word each; three of its lines are repeated, then the beginning of a fourth.
 RECALL_PAIRS = (4, 8, 12, 16)
 RECALL_QUESTIONS = 320
@@ -227,6 +233,19 @@ def build_panels(model: Path, streams: dict[str, Stream], encode: Encode) -> Non
         write(HERE / f"panels/retrieval-{length}.json", head("retrieval", length, "kjv", "own"), "items", rows)
     rows = [recall_item(i, RECALL_PAIRS[i % len(RECALL_PAIRS)], encode) for i in range(RECALL_QUESTIONS)]
     write(HERE / "panels/recall.json", head("recall", None, "own"), "items", rows)
+
+    for length, (size, measured, warm_up) in TIMING.items():
+        rows = [
+            {"id": f"{kind}-{i:02d}", "prompt": streams["kjv"].take(size), "max_tokens": TIMING_TOKENS, "grade": kind}
+            for kind, count in (("measured", measured), ("warm-up", warm_up))
+            for i in range(count)
+        ]
+        rows += [
+            {**item, "id": f"canary-{item['id']}", "expected": item["id"], "grade": "canary"}
+            for item in parity
+            if item["id"] in CANARIES
+        ]
+        write(HERE / f"panels/timing-{length}.json", head("timing", length, "cpython", "kjv", "own"), "items", rows)
 
 
 def words_of(count: int, *labels: object) -> dict[str, str]:

@@ -99,7 +99,7 @@ def client_recorder(url: str, mode: str, level: int, tokens: int, number: int, l
         if done == of:
             marks["end"], marks["peak"] = time.process_time(), peak_mb()
 
-    recorder._Run._keep_zero = zero  # type: ignore[method-assign]
+    recorder._Run._keep_zero = zero  # type: ignore[method-assign, assignment]
     offered = trace(mode, level, tokens, number)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "r.jsonl"
@@ -151,7 +151,7 @@ class Bare(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Stamp and keep. The end of this one server's answers is known."""
         self.reads.append((time.monotonic_ns(), data))
-        if data.endswith(b"0\r\n\r\n"):
+        if data.endswith(b"\r\n0\r\n\r\n"):
             self.ended()
 
 
@@ -301,8 +301,8 @@ def serving(seconds: float) -> Iterator[tuple[str, int]]:
 def truth_of(url: str) -> dict[str, dict[str, Any]]:
     """The server's truth by request; ``#N`` by order of arrival."""
     with urllib.request.urlopen(f"{url}/truth") as answer:
-        found = json.load(answer)
-    found = found.get("requests", found)
+        document = json.load(answer)
+    found: dict[str, dict[str, Any]] = document.get("requests", document)
     ordered = sorted(found.values(), key=lambda one: one["received_ns"])
     return found | {f"#{place}": one for place, one in enumerate(ordered)}
 

@@ -136,6 +136,7 @@ state = "planned"
 state = "planned"
 [gates.fidelity]
 state = "planned"
+timing = true
 [gates.trial]
 state = "required"
 timing = true

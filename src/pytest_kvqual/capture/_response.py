@@ -19,6 +19,7 @@ _SIZES_LIMIT: Final = 8_192
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n\x00]*)?\Z")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEX = re.compile(rb"[0-9A-Fa-f]+\Z")
+_FRAMING = frozenset({"connection", "transfer-encoding", "content-length"})
 _DIGITS = re.compile(rb"[0-9]+\Z")
 
 # States.
@@ -216,28 +217,29 @@ class ResponseReader:
             raise MalformedError(f"found the status line {first[:60]!r}")
         version, status = int(match[1]), int(match[2])
         pairs: list[tuple[str, str]] = []
+        framing: dict[str, list[str]] = {}
         for line in lines:
             name, colon, value = line.partition(b":")
             if not colon or not _NAME.match(name) or b"\n" in value or b"\r" in value or b"\0" in value:
                 raise MalformedError(f"found the header line {line[:60]!r}")
-            pairs.append((name.decode("ascii"), value.strip(b" \t").decode("latin-1")))
+            pair = name.decode("ascii"), value.strip(b" \t").decode("latin-1")
+            pairs.append(pair)
+            key = pair[0].lower()
+            if key in _FRAMING:
+                framing.setdefault(key, []).extend(part.strip(" \t") for part in pair[1].split(","))
         if status == 101:
             raise MalformedError("found status 101 (another protocol), which was not asked for")
         if status < 200:
             return
         self.status, self.headers = status, tuple(pairs)
-        self._frame(version, status)
+        self._frame(version, status, framing)
 
-    def _values(self, name: str) -> list[str]:
-        found = (value for key, value in self.headers if key.lower() == name)
-        return [part.strip(" \t") for value in found for part in value.split(",")]
-
-    def _frame(self, version: int, status: int) -> None:
+    def _frame(self, version: int, status: int, values: dict[str, list[str]]) -> None:
         """Which of the framings this body has: RFC 9112, section 6.3."""
-        connection = {value.lower() for value in self._values("connection")}
+        connection = {value.lower() for value in values.get("connection", ())}
         self.keep_alive = "close" not in connection and (version == 1 or "keep-alive" in connection)
-        codings = [value.lower() for value in self._values("transfer-encoding")]
-        lengths = set(self._values("content-length"))
+        codings = [value.lower() for value in values.get("transfer-encoding", ())]
+        lengths = set(values.get("content-length", ()))
         if self._bodiless or status in (204, 304):
             self._state = _ENDED
         elif codings:

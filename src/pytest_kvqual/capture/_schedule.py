@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Protocol
 
 from pytest_kvqual._clock import monotonic_ns
@@ -126,7 +127,7 @@ def new_loop(kind: str | None = None) -> tuple[asyncio.AbstractEventLoop, str]:
             if kind == "uvloop":
                 raise
         else:
-            return uvloop.new_event_loop(), f"uvloop {uvloop.__version__}"
+            return uvloop.new_event_loop(), f"uvloop {version('uvloop')}"
     return asyncio.new_event_loop(), "asyncio"
 
 

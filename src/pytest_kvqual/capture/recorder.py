@@ -15,6 +15,7 @@ import base64
 import resource
 import signal
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from pytest_kvqual.capture._spool import Spool, SpoolReader
 from pytest_kvqual.capture._transport import Exchange, Transport, describe, head_of, origin_of
 from pytest_kvqual.errors import CaptureError, EvidenceError
 from pytest_kvqual.metrics.requests import content_failure
-from pytest_kvqual.metrics.sse import Splitter
+from pytest_kvqual.metrics.sse import completions, split
 
 __all__ = ["Load", "Offered", "Seams", "Transport", "convert", "replay"]
 
@@ -451,9 +452,11 @@ def _line(
     meta, times, reads = kept if kept is not None else ({}, (), [])
     pieces: list[bytes] = []
     reader = ResponseReader(pieces)
-    splitter = Splitter()
-    events: list[tuple[int, bytes]] = []
-    whole: list[bytes] = []
+    body: list[bytes] = []
+    # How many bytes of the body were there after each read that brought some, and when.
+    arrived: list[int] = []
+    moments: list[int] = []
+    size = 0
     headers_ns: int | None = None
     for time, data in zip(times, reads, strict=True):
         # The failure says so already; what came before it stays.
@@ -461,12 +464,17 @@ def _line(
             reader.feed(data)
         if headers_ns is None and reader.status is not None:
             headers_ns = time - zero
-        for piece in pieces:
-            if reader.status == 200:
-                events += [(time - zero, event) for event in splitter.feed(piece)]
-            else:
-                whole.append(piece)
-        pieces.clear()
+        if pieces:
+            body += pieces
+            size += sum(map(len, pieces))
+            arrived.append(size)
+            moments.append(time - zero)
+            pieces.clear()
+    # The body of any other status is no stream of events.
+    raw, rest = split(b"".join(body)) if reader.status == 200 else ([], b"".join(body))
+    events = [
+        (moments[bisect_left(arrived, needed)], event) for needed, event in zip(completions(raw), raw, strict=True)
+    ]
 
     def after_zero(name: str) -> int | None:
         stamp = meta.get(name)
@@ -476,7 +484,7 @@ def _line(
     if failure is None and reader.status != 200:
         failure = ("status", f"HTTP status {reader.status}")
     # Some servers close after the last event and send no last chunk. The stream then says itself whether it is whole.
-    whole_at_eof = meta.get("eof", False) and reader.status == 200 and reader.between_chunks and not splitter.rest
+    whole_at_eof = meta.get("eof", False) and reader.status == 200 and reader.between_chunks and not rest
     if failure is None or whole_at_eof:
         by_content = content_failure([event for _, event in events], request["max_tokens"])
         failure = by_content if failure is None or by_content is None else failure
@@ -497,7 +505,7 @@ def _line(
         "headers": [list(pair) for pair in reader.headers],
         "body_sha256": request["body_sha256"],
         "events": [[at, base64.b64encode(event).decode("ascii")] for at, event in events],
-        "rest": base64.b64encode(splitter.rest if reader.status == 200 else b"".join(whole)).decode("ascii"),
+        "rest": base64.b64encode(rest).decode("ascii"),
         "end_ns": after_zero("end") or 0,
         "failure": None if failure is None else {"kind": failure[0], "text": failure[1]},
     }

@@ -1,5 +1,7 @@
 """The permit to time. It exists only where every gate above the timing gate has a standing PASS receipt.
 
+A pilot, which explores and decides nothing, has a permit of its own kind (:func:`grant_pilot`).
+
 ``capture.timing`` takes a :class:`TimingPermit` and writes its ``judgment`` into each timing record; the audit computes
 the judgment again. Calling the class raises, and so do copying, pickling and subclassing: the only way to one is
 :func:`grant`. (A determined caller can still cheat in Python; the digest in the records then does not match.)
@@ -87,6 +89,13 @@ class TimingPermit(metaclass=_NoPublicConstructor):
         return f"<TimingPermit {self._gate} {self._judgment[:12]}>"
 
 
+PILOT = "pilot"
+"""The name under which a permit for an exploratory measurement goes; no gate has it."""
+
+_AFTER_PILOT = "nll"
+"""A pilot rests on the gates above this one: all that say that the arm works, none that scores it."""
+
+
 def judgment_of(study: Study, gate: str, scope: Scope, receipts: Mapping[str, str]) -> str:
     """The digest of a judgment; ``receipts`` maps each gate that ``gate`` rests on to its receipt's SHA-256."""
     return digest({"study": study.name, "gate": gate, "scope": scope.to_dict(), "receipts": dict(receipts)})
@@ -117,5 +126,31 @@ def grant(
         raise RefusedError(f"{gate}: found no gate above it, expected at least one: nothing was qualified")
     permit: TimingPermit = TimingPermit._create(
         gate=gate, scope=scope, receipts=chain, judgment=judgment_of(study, gate, scope, chain)
+    )
+    return permit
+
+
+def grant_pilot(
+    study: Study,
+    receipts: Sequence[ReceiptView],
+    scope: Scope,
+    *,
+    implementation: str,
+    digests: EvidenceDigests,
+    damaged: Sequence[DamagedView] = (),
+) -> TimingPermit:
+    """The permit for an exploratory measurement, which no timing gate accepts: every gate through parity stands.
+
+    Raises:
+        RefusedError: A receipt of them is missing, failed or stale, or the study has none of them.
+    """
+    found = standing(
+        study, _AFTER_PILOT, receipts, scope, implementation=implementation, digests=digests, damaged=damaged
+    )
+    chain = found.requires()
+    if not chain:
+        raise RefusedError("pilot: found no gate through parity, expected at least one: nothing was qualified")
+    permit: TimingPermit = TimingPermit._create(
+        gate=PILOT, scope=scope, receipts=chain, judgment=judgment_of(study, PILOT, scope, chain)
     )
     return permit

@@ -61,10 +61,10 @@ def freeze(study: Study) -> Path:
     """Write the study's lock over any earlier one, whole or not at all, and return its path.
 
     Raises:
-        StudyError: A panel or scales file does not fit the study.
+        StudyError: A panel or scales file does not fit the study, or a trace or plan is not what its rules give.
         LockError: A file cannot be read, or the lock cannot be written.
     """
-    check_files(study)
+    _check(study)
     path = lock_path(study)
     data = pretty_bytes(_content(study))
     # The process id keeps two freezes of one study from writing into each other's file.
@@ -165,7 +165,7 @@ def freeze_command(name_or_path: str, *, check: bool) -> str:
     study = load_study(name_or_path)
     path = lock_path(study)
     if check:
-        check_files(study)
+        _check(study)
         said = "matches"
     else:
         before = path.read_bytes() if path.is_file() else None
@@ -176,6 +176,13 @@ def freeze_command(name_or_path: str, *, check: bool) -> str:
         f"{study.name}: {said}: {path} (sha256 {lock.sha256}; {len(lock.files)} study files, {len(lock.weights)} model "
         f"files, {len(lock.implementation)} implementation files)"
     )
+
+
+def _check(study: Study) -> None:
+    from pytest_kvqual.study.timing_files import check_timing_files
+
+    check_files(study)
+    check_timing_files(study)
 
 
 def _content(study: Study) -> dict[str, object]:
@@ -193,6 +200,8 @@ def _study_files(study: Study) -> dict[str, Path]:
     named += [path for length in study.lengths.values() for path in length.panels.values()]
     named += [arm.scales for arm in study.arms.values() if arm.scales is not None]
     named += [study.gsm8k_source.shots] if study.gsm8k_source is not None else []
+    for rules in study.timing.values():
+        named += [rules.panel, rules.plan, *(cell.trace for cell in rules.cells)]
     files = {path.relative_to(study.directory).as_posix(): path for path in named}
     for arm in study.arms.values():
         for index, folder in enumerate(arm.pythonpath):
@@ -230,7 +239,10 @@ def _digests(files: Mapping[str, Path]) -> dict[str, str]:
         try:
             found[name] = sha256_file(path)
         except OSError as error:
-            raise LockError(f"cannot read {path}: {error.strerror}", advice="restore it or its permissions") from None
+            raise LockError(
+                f"cannot read {path}: {error.strerror}",
+                advice="restore it or its permissions; `kvqual trace` and `kvqual plan` write traces and plans",
+            ) from None
     return found
 
 

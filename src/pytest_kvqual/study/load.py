@@ -1,8 +1,8 @@
 """Read a study's declaration: TOML in, frozen records out. Nothing is filled in that a study must say itself.
 
 History of the format:
-    1: arms, lengths, panels, and the rules of identity, the oracle gates, dispatch, determinism, parity, nll and the
-       scored tasks.
+    1: arms, lengths, panels, and the rules of identity, the oracle gates, dispatch, determinism, parity, nll, the
+       scored tasks, fidelity and the timing plans.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 from pytest_kvqual._decode import Table, nearest, one_line
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study.model import (
     Arm,
+    Cell,
+    Comparison,
     Determinism,
     Engine,
+    FidelityRules,
     GatePlan,
     GateState,
     Gsm8kSource,
@@ -33,6 +36,7 @@ from pytest_kvqual.study.model import (
     Schedule,
     Selection,
     Study,
+    TimingRules,
     Waiver,
 )
 
@@ -69,7 +73,9 @@ CONDITIONS: Final = (
     "prefix-hit", "resumed", "padding",
 )  # fmt: skip
 #: The gates that time; each must say ``timing = true``.
-TIMING_GATES: Final = ("trial", "superiority")
+TIMING_GATES: Final = ("fidelity", "trial", "superiority")
+#: The timing gate of a run with --block, and that of a run without: each rests on the other's work, never on its own.
+WITH_BLOCK, WITHOUT_BLOCK = "trial", "superiority"
 #: The gates whose questions have a right answer each, under the preservation rule.
 SCORED_TASKS: Final = ("retrieval", "gsm8k", "recall")
 #: A study that times lists one of these, or both: one question-answering task that its model can do.
@@ -83,7 +89,7 @@ _DTYPE = r"torch\.[a-z][a-z0-9_]*"
 _KIND = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
 _TOP = (
     "schema", "name", "platform", "schedule", "determinism", "model", "engine", "arms", "lengths", "oracle", "parity",
-    "nll", *SCORED_TASKS, "gates", "waivers",
+    "nll", *SCORED_TASKS, "fidelity", "timing", "gates", "waivers",
 )  # fmt: skip
 _MODEL = ("name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files")
 _ENGINE = (
@@ -107,6 +113,18 @@ _ORACLE = (
     "passes", "conditions", "minimum_cells", "minimum_rows", "ambiguous_rows", "short_prompt_tokens",
     "poison_prompt_tokens", "free_blocks", "rotation",
 )  # fmt: skip
+_FIDELITY = (
+    "rate", "concurrency", "requests", "tokens", "lateness_p99_ms", "ttft_error_p50_ms", "ttft_error_p99_ms",
+    "tpot_error_p99_ms",
+)  # fmt: skip
+_TIMING = (
+    "panel", "plan", "arms", "blocks", "null_arm", "null_pairs", "warm_up", "settle_s", "cells", "comparisons", "alpha",
+    "confidence", "practical", "lateness_fraction", "server_ttft_ms", "failed_share", "cold",
+)  # fmt: skip
+_CELL = (
+    "name", "mode", "arrivals", "rate", "seed", "concurrency", "requests", "canaries", "max_tokens", "trace",
+)  # fmt: skip
+_COMPARISON = ("candidate", "control", "cell", "metric", "better")
 _WAIVER = ("arm", "gate", "finding", "reproducer", "reason")
 
 
@@ -274,8 +292,8 @@ def _study(top: Table, directory: Path) -> Study:
         nll=nll,
         preservation={name: _preservation(table, name, lengths) for name, table in sections.items()},
         gsm8k_source=_gsm8k_source(sections["gsm8k"], directory) if "gsm8k" in sections else None,
-        fidelity=None,
-        timing={},
+        fidelity=_fidelity(top, gates),
+        timing=_timing(top, gates, arms, lengths, directory),
         waivers=_waivers(top, arms),
     )
 
@@ -524,7 +542,8 @@ def _gates(top: Table) -> tuple[GatePlan, ...]:
         )
     if any(plan.timing for plan in plans):
         # A gate that is left out would open the way to timing without a trace of it in the study's order.
-        missing = [gate for gate in GATES if gate not in names and gate not in (*TIMING_GATES, *PRESERVATION_TASKS)]
+        left_out = ("trial", "superiority", *PRESERVATION_TASKS)
+        missing = [gate for gate in GATES if gate not in names and gate not in left_out]
         if not any(task in names for task in PRESERVATION_TASKS):
             missing.append(" or ".join(PRESERVATION_TASKS))
         if missing:
@@ -561,6 +580,138 @@ def _words(table: Table, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
         if word in words[:index]:
             table.fail(place, f"'{word}' a second time", "each once", advice="remove it")
     return words
+
+
+def _fidelity(top: Table, gates: tuple[GatePlan, ...]) -> FidelityRules | None:
+    required = any(plan.name == "fidelity" and plan.state == "required" for plan in gates)
+    if top.has("fidelity") and not required:
+        top.fail("fidelity", "rules of a gate that is not required", "none", advice="list [gates.fidelity] as required")
+    if not required:
+        return None
+    table = top.table("fidelity", known=_FIDELITY)
+    return FidelityRules(
+        rate=_above_zero(table, "rate", "requests/s"),
+        concurrency=table.integer("concurrency", minimum=1),
+        requests=table.integer("requests", minimum=2),
+        tokens=table.integer("tokens", minimum=2),
+        lateness_p99_ms=_above_zero(table, "lateness_p99_ms", "ms"),
+        ttft_error_p50_ms=_above_zero(table, "ttft_error_p50_ms", "ms"),
+        ttft_error_p99_ms=_above_zero(table, "ttft_error_p99_ms", "ms"),
+        tpot_error_p99_ms=_above_zero(table, "tpot_error_p99_ms", "ms"),
+    )
+
+
+def _above_zero(table: Table, key: str, unit: str) -> float:
+    value = table.number(key)
+    if not value > 0:
+        table.fail(key, f"{value}", f"a number above 0 {unit}")
+    return value
+
+
+def _timing(
+    top: Table, gates: tuple[GatePlan, ...], arms: dict[str, Arm], lengths: dict[int, Length], directory: Path
+) -> dict[int, TimingRules]:
+    timed = [plan.name for plan in gates if plan.name in ("trial", "superiority") and plan.state == "required"]
+    if top.has("timing") and not timed:
+        top.fail("timing", "a timing plan without a gate that times", "none", advice="list [gates.trial] as required")
+    tables = top.named_tables("timing", known=_TIMING) if timed else {}
+    if timed and not tables:
+        top.fail("timing", "no length", f"at least one: the gate {timed[0]} is required")
+    plans = {}
+    for name, table in tables.items():
+        if not name.isdecimal() or int(name) not in lengths:
+            top.fail("timing", f"the length '{name}'", f"one of {', '.join(map(str, lengths))}")
+        plans[int(name)] = _plan(table, arms, directory)
+    return plans
+
+
+def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
+    timed = table.strings("arms")
+    for index, name in enumerate(timed):
+        if name not in arms or name in timed[:index]:
+            table.fail(f"arms[{index}]", f"'{name}'", f"each once, of {', '.join(arms)}", advice=nearest(name, arms))
+    cells = tuple(_cell(cell, directory) for cell in table.tables("cells", known=_CELL))
+    if not cells:
+        table.fail("cells", "no cell", "at least one")
+    for index, cell in enumerate(cells):
+        if any(cell.name == other.name or cell.trace == other.trace for other in cells[:index]):
+            table.fail(f"cells[{index}]", f"the name or trace of another cell in '{cell.name}'", "its own")
+    comparisons = table.tables("comparisons", known=_COMPARISON)
+    if not comparisons:
+        table.fail("comparisons", "no comparison", "at least one")
+    return TimingRules(
+        arms=timed,
+        blocks=table.integer("blocks", minimum=1),
+        null_arm=table.choice("null_arm", timed),
+        null_pairs=table.integer("null_pairs", minimum=1),
+        warm_up=table.integer("warm_up", minimum=1),
+        settle_s=table.number("settle_s", minimum=0.0),
+        cells=cells,
+        comparisons=tuple(_comparison(it, timed, cells) for it in comparisons),
+        alpha=_share(table, "alpha"),
+        confidence=_share(table, "confidence"),
+        practical=_share(table, "practical"),
+        lateness_fraction=_share(table, "lateness_fraction"),
+        server_ttft_ms=_above_zero(table, "server_ttft_ms", "ms"),
+        failed_share=table.number("failed_share", minimum=0.0, maximum=1.0),
+        cold=table.boolean("cold"),
+        panel=_file(table, "panel", table.string("panel"), directory, "the timing panel"),
+        plan=_made(table, "plan", directory),
+    )
+
+
+def _share(table: Table, key: str) -> float:
+    value = table.number(key)
+    if not 0 < value < 1:
+        table.fail(key, f"{value}", "a number between 0 and 1", advice="5 % is 0.05")
+    return value
+
+
+def _made(table: Table, key: str, directory: Path) -> Path:
+    """A file of the study's folder that a command writes: it need not be there yet, and `kvqual freeze` asks for it."""
+    name = table.string(key)
+    path = _absolute(name, directory)
+    if not path.is_relative_to(directory) or path == directory:
+        table.fail(key, f"'{name}'", f"a path inside {directory}")
+    return path
+
+
+def _cell(table: Table, directory: Path) -> Cell:
+    mode = table.choice("mode", ("open", "closed"))
+    for key in ("arrivals", "rate", "seed") if mode == "closed" else ("concurrency",):
+        if table.has(key):
+            table.fail(key, f"a value in a cell of mode {mode}", "none")
+    arrivals = table.choice("arrivals", ("constant", "poisson", "file")) if mode == "open" else None
+    if table.has("seed") and arrivals != "poisson":
+        table.fail("seed", f"a seed of {arrivals} arrivals", "none: nothing is drawn")
+    if table.has("rate") and arrivals == "file":
+        table.fail("rate", "a rate of arrivals from a file", "none: the file says when")
+    requests = table.integer("requests", minimum=1)
+    return Cell(
+        name=table.string("name", pattern=r"[a-z][a-z0-9-]*", form="lower-case letters, digits and '-'"),
+        mode="open" if mode == "open" else "closed",
+        arrivals=cast('Literal["constant", "poisson", "file"] | None', arrivals),
+        rate=_above_zero(table, "rate", "requests/s") if arrivals in ("constant", "poisson") else None,
+        seed=table.string("seed") if arrivals == "poisson" else None,
+        concurrency=table.integer("concurrency", minimum=1, maximum=requests) if mode == "closed" else None,
+        requests=requests,
+        canaries=table.integer("canaries", minimum=0, maximum=requests - 1),
+        max_tokens=table.integer("max_tokens", minimum=2),
+        trace=_made(table, "trace", directory),
+    )
+
+
+def _comparison(table: Table, arms: tuple[str, ...], cells: tuple[Cell, ...]) -> Comparison:
+    candidate, control = table.choice("candidate", arms), table.choice("control", arms)
+    if candidate == control:
+        table.fail("control", f"'{control}' against itself", "another arm")
+    return Comparison(
+        candidate=candidate,
+        control=control,
+        cell=table.choice("cell", [cell.name for cell in cells]),
+        metric=table.string("metric", pattern=r"[a-z0-9_]+", form="the name of a figure, such as ttft_intended_p50"),
+        better="lower" if table.choice("better", ("lower", "higher")) == "lower" else "higher",
+    )
 
 
 def _waivers(top: Table, arms: dict[str, Arm]) -> tuple[Waiver, ...]:

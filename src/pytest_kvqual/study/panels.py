@@ -22,7 +22,7 @@ from pytest_kvqual._canonical import sha256_bytes
 from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study.load import SCORED_TASKS
-from pytest_kvqual.study.model import Selection, Study
+from pytest_kvqual.study.model import Selection, Study, TimingRules
 
 __all__ = [
     "TASKS",
@@ -38,9 +38,11 @@ __all__ = [
 ]
 
 SCHEMA: Final = 1
-TASKS: Final = ("nll", "oracle", "parity", *SCORED_TASKS)
+TASKS: Final = ("nll", "oracle", "parity", *SCORED_TASKS, "timing")
 #: The tasks with a panel for each length; the others have the same questions at every one.
-_BY_LENGTH: Final = ("nll", "oracle", "retrieval")
+_BY_LENGTH: Final = ("nll", "oracle", "retrieval", "timing")
+#: What an item of a timing panel is for.
+MEASURED, WARM_UP, CANARY = "measured", "warm-up", "canary"
 #: The shortest run of tokens that counts as an overlap: shorter ones occur between unrelated texts.
 OVERLAP_TOKENS: Final = 16
 
@@ -54,7 +56,9 @@ class PanelItem:
 
     ``prompt`` and ``targets`` are token IDs. ``targets`` is empty where nothing is forced; ``max_tokens`` is the number
     of tokens to generate, and equals ``len(targets)`` where targets are forced. Of a scored panel, ``expected`` is the
-    right answer, and ``grade`` the group of questions that it is reported in (``5 digits``).
+    right answer, and ``grade`` the group of questions that it is reported in (``5 digits``). Of a timing panel,
+    ``grade`` says what the prompt is for (``measured``, ``warm-up``, ``canary``), and ``expected`` of a canary is the
+    id of the parity panel's item with the same prompt.
     """
 
     id: str
@@ -132,7 +136,7 @@ def parse_panel(
     if not isinstance(top.raw("sources"), list):
         top.fail("sources", "no list", "a list of the texts that the panel is made of")
     answer = ("targets",) if task == "nll" else ("max_tokens",)
-    scored = ("expected", "grade") if task in SCORED_TASKS else ()
+    scored = ("expected", "grade") if task in (*SCORED_TASKS, "timing") else ()
     tables = top.tables("items", known=("id", "prompt", *answer, *scored))
     if not tables:
         top.fail("items", "no item", "at least one")
@@ -144,7 +148,7 @@ def parse_panel(
             tables[index].fail("id", f"'{item.id}' again", f"an id that items[{seen[item.id]}] does not have")
         seen[item.id] = index
         # The questions of gsm8k are those of its data set, whatever they are.
-        if task in SCORED_TASKS and task != "gsm8k" and item.prompt in asked:
+        if task in (*SCORED_TASKS, "timing") and task != "gsm8k" and item.prompt in asked:
             tables[index].fail(
                 "prompt", f"that of '{asked[item.prompt]}' in '{item.id}'", "a question of its own",
                 advice="one answer would be counted twice",
@@ -193,7 +197,8 @@ def check_files(study: Study) -> None:
     Raises:
         StudyError: As :func:`load_panel` and :func:`load_scales`; also a panel with another number of items, targets or
             tokens to generate than the study says, an item beyond the length's ``max_model_len``, and an nll document
-            that is the beginning of a longer panel's.
+            that is the beginning of a longer panel's; a timing panel with too few items, a canary without its parity
+            item, or two prompts with the same first block.
     """
     vocabulary = study.model.vocabulary
     tokenizer = study.model.files.get("tokenizer.json")
@@ -223,6 +228,42 @@ def check_files(study: Study) -> None:
                        "nll.decode_steps and step zero")  # fmt: skip
                 documents[length.tokens] = panel
     _check_cuts(study, documents)
+    for tokens, timing in study.timing.items():
+        panel = load_panel(timing.panel, task="timing", length=tokens, vocabulary=vocabulary, tokenizer=tokenizer)
+        check_fit(timing.panel, panel, study.lengths[tokens].max_model_len, tokens)
+        _check_timing(timing, panel, parity, study.engine.block_size)
+
+
+def _check_timing(rules: TimingRules, panel: Panel, parity: Panel, block_size: int) -> None:
+    """Refuse canaries that have no serial reference, and prompts of which a block was seen before they are measured."""
+    prompts = {item.id: item.prompt for item in parity.items}
+    for item in panel.items:
+        if item.grade == CANARY and prompts.get(item.expected) != item.prompt:
+            raise StudyError(
+                f"{rules.panel}: found the canary '{item.id}' with another prompt than '{item.expected}' of the parity "
+                "panel, expected the same: its serial reference is that item's"
+            )
+    kinds = [item.grade for item in panel.items]
+    measured = sum(cell.requests - cell.canaries for cell in rules.cells)
+    for grade, wanted, why in (
+        (WARM_UP, rules.warm_up, "warm_up"),
+        (MEASURED, measured, "its cells together"),
+        (CANARY, max(cell.canaries for cell in rules.cells), "a cell's canaries"),
+    ):
+        if kinds.count(grade) < wanted:
+            raise StudyError(
+                f"{rules.panel}: found {kinds.count(grade)} items of grade {grade}, expected at least {wanted} for "
+                f"{why}"
+            )
+    blocks: dict[tuple[int, ...], str] = {}
+    for item in panel.items:
+        head = item.prompt[:block_size]
+        if len(head) == block_size and head in blocks:
+            raise StudyError(
+                f"{rules.panel}: found the first block of '{blocks[head]}' in '{item.id}', expected another: a prefix "
+                "that was sent before is no cold prompt"
+            )
+        blocks[head] = item.id
 
 
 def _read(path: Path, what: str) -> bytes:
@@ -250,13 +291,21 @@ def _item(table: Table, task: str, vocabulary: int) -> PanelItem:
         table.fail("prompt", "no token", "at least one")
     targets = table.integers("targets", minimum=0, maximum=vocabulary - 1) if task == "nll" else ()
     scored = task in SCORED_TASKS
+    timed = task == "timing"
+    grade = table.choice("grade", (MEASURED, WARM_UP, CANARY)) if timed else ""
     return PanelItem(
         id=table.string("id", pattern=_ID, form=_ID_FORM),
         prompt=prompt,
         targets=targets,
         max_tokens=len(targets) if task == "nll" else table.integer("max_tokens", minimum=1),
-        expected=table.string("expected", pattern=r".*\S.*", form="the right answer") if scored else "",
-        grade=table.string("grade", pattern=r".*\S.*", form="the group that it is reported in") if scored else "",
+        expected=(
+            table.string("expected", pattern=r".*\S.*", form="the right answer")
+            if scored
+            else table.string("expected", pattern=_ID, form=_ID_FORM)
+            if grade == CANARY
+            else ""
+        ),
+        grade=table.string("grade", pattern=r".*\S.*", form="the group that it is reported in") if scored else grade,
     )
 
 

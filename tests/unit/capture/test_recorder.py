@@ -22,7 +22,7 @@ from typing import Any, Literal
 import pytest
 from raw_server import HEAD, LAST, Handler, Peer, RawServer, answer, chunk, completing, event, events, serving
 
-from pytest_kvqual._canonical import sha256_bytes
+from pytest_kvqual._canonical import canonical_bytes, sha256_bytes
 from pytest_kvqual.capture import _schedule, recorder
 from pytest_kvqual.capture._spool import Spool, SpoolReader
 from pytest_kvqual.capture.recorder import Load, Offered, Seams, convert, replay
@@ -532,7 +532,7 @@ class TestDisk:
 
     def test_full_during_the_conversion(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The spool stays, half a recording does not, and the conversion can be done again."""
-        out, real = tmp_path / "r.jsonl", recorder.canonical_bytes
+        out, real = tmp_path / "r.jsonl", canonical_bytes
         calls = iter(range(100))
 
         def full(value: object) -> bytes:

@@ -1,0 +1,165 @@
+"""Faults of a timed trial, planted in a copy of its records: what a harness that fools itself would have written.
+
+Each takes the evidence and gives a damaged copy, or None where the evidence has nothing to plant it in.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from pytest_kvqual._canonical import canonical_bytes
+
+if TYPE_CHECKING:
+    from pytest_kvqual.judge.gates.trial import Evidence
+
+_WARM_UP: Final = "warm-up"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialFault:
+    """One fault: the rule of the trial judge that must object, and how it is planted."""
+
+    rule: int
+    plant: Callable[[Evidence], Evidence | None]
+
+
+def _copy(evidence: Evidence) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(canonical_bytes(evidence.trial))
+    return document
+
+
+def _cell(evidence: Evidence) -> str | None:
+    return next((name for name in evidence.recordings if name != _WARM_UP), None)
+
+
+def _lines(evidence: Evidence, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in evidence.recordings[name].splitlines()]
+
+
+def _written(evidence: Evidence, name: str, lines: list[dict[str, Any]]) -> Evidence:
+    data = b"".join(canonical_bytes(line) + b"\n" for line in lines)
+    return replace(evidence, recordings={**evidence.recordings, name: data})
+
+
+def _tap_left_on(evidence: Evidence) -> Evidence | None:
+    trial = _copy(evidence)
+    trial["taps"][-1]["ranks"][0]["installed"] = True
+    return replace(evidence, trial=trial)
+
+
+def _fallback_after(evidence: Evidence) -> Evidence | None:
+    trial = _copy(evidence)
+    trial["dispatch"][-1]["ranks"] = []
+    return replace(evidence, trial=trial)
+
+
+def _request_left_out(evidence: Evidence) -> Evidence | None:
+    """A request that was offered is not in the recording, whose totals are made to fit."""
+    name = _cell(evidence)
+    if name is None:
+        return None
+    lines = _lines(evidence, name)
+    gone = lines.pop(-2)
+    lines[0]["requests"] -= 1
+    lines[-1]["offered"] -= 1
+    if gone["failure"] is None:
+        lines[-1]["completed"] -= 1
+    return _written(evidence, name, lines)
+
+
+def _foreign_traffic(evidence: Evidence) -> Evidence | None:
+    trial = _copy(evidence)
+    trial["counters"][-1]["values"]["generation_tokens"] += 24
+    return replace(evidence, trial=trial)
+
+
+def _warm_prefix(evidence: Evidence) -> Evidence | None:
+    trial = _copy(evidence)
+    trial["counters"][-1]["values"]["prefix_cache_hits"] += 896
+    return replace(evidence, trial=trial)
+
+
+def _preempted(evidence: Evidence) -> Evidence | None:
+    trial = _copy(evidence)
+    trial["counters"][-1]["values"]["preemptions"] += 1
+    return replace(evidence, trial=trial)
+
+
+def _answer_changed(evidence: Evidence) -> Evidence | None:
+    """The first token of every answer is another one, as from a corrupted cache."""
+    name = _cell(evidence)
+    if name is None:
+        return None
+    lines, planted = _lines(evidence, name), False
+    for line in lines[1:-1]:
+        for event in line["events"]:
+            raw = base64.b64decode(event[1])
+            if b'"token_ids":[' in raw and b'"token_ids":[]' not in raw:
+                head, _, tail = raw.partition(b'"token_ids":[')
+                first, separator, rest = tail.partition(b"]")
+                ids = json.loads(b"[" + first + b"]")
+                ids[0] += 1
+                event[1] = base64.b64encode(
+                    head + b'"token_ids":[' + json.dumps(ids, separators=(",", ":"))[1:-1].encode() + separator + rest
+                ).decode()
+                planted = True
+                break
+    return _written(evidence, name, lines) if planted else None
+
+
+def _late_dispatch(evidence: Evidence) -> Evidence | None:
+    """Every request was sent a second late, and its answer came as long after its send as before."""
+    name = _cell(evidence)
+    if name is None:
+        return None
+    lines = _lines(evidence, name)
+    for line in lines[1:-1]:
+        for key in (
+            "dispatch_ns",
+            "admission_ns",
+            "connected_ns",
+            "send_start_ns",
+            "send_end_ns",
+            "headers_ns",
+            "end_ns",
+        ):
+            if line[key] is not None:
+                line[key] += 1_000_000_000
+        for event in line["events"]:
+            event[0] += 1_000_000_000
+    lines[-1]["end_ns"] += 1_000_000_000
+    return _written(evidence, name, lines)
+
+
+def _other_plan(evidence: Evidence) -> Evidence | None:
+    return replace(evidence, trial={**evidence.trial, "plan_sha256": "0" * 64})
+
+
+def _slow_client(evidence: Evidence) -> Evidence | None:
+    """The server's own TTFT is a tenth of the client's."""
+    trial = _copy(evidence)
+    before, after = trial["counters"][-2]["values"], trial["counters"][-1]["values"]
+    after["ttft_sum_s"] = before["ttft_sum_s"] + (after["ttft_sum_s"] - before["ttft_sum_s"]) / 10
+    return replace(evidence, trial=trial)
+
+
+FAULTS: Final[Mapping[str, TrialFault]] = MappingProxyType(
+    {
+        "trial-of-another-plan": TrialFault(rule=1, plant=_other_plan),
+        "tap-left-on": TrialFault(rule=2, plant=_tap_left_on),
+        "request-left-out": TrialFault(rule=3, plant=_request_left_out),
+        "fallback-after-the-interval": TrialFault(rule=5, plant=_fallback_after),
+        "foreign-traffic": TrialFault(rule=7, plant=_foreign_traffic),
+        "warm-prefix": TrialFault(rule=7, plant=_warm_prefix),
+        "preempted": TrialFault(rule=7, plant=_preempted),
+        "answer-changed": TrialFault(rule=8, plant=_answer_changed),
+        "late-dispatch": TrialFault(rule=9, plant=_late_dispatch),
+        "slow-client": TrialFault(rule=10, plant=_slow_client),
+    }
+)
+"""The seeded faults of the gate, by name."""

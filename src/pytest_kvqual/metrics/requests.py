@@ -1,0 +1,223 @@
+"""The figures of one request, from its line of a recording. ``docs/metrics.md`` defines each.
+
+All times are integers of nanoseconds after schedule zero, on the client's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pytest_kvqual.errors import EvidenceError
+from pytest_kvqual.metrics.sse import data_of
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestFigures:
+    """One request.
+
+    ``token_ids`` are the output's, invisible ones included; ``per_event`` the number of tokens of each event that
+    brought any, ``gaps_ns`` the times between successive single-token events: an event of several tokens has no gaps of
+    its own. ``first_ns`` and ``last_ns`` are the times of the first and the last event with tokens. Of a failed request
+    the figures are what arrived; ``ttft_…``, ``tpot_ns`` and ``e2e_ns`` are None where there is none.
+    """
+
+    request: str
+    completed: bool
+    failure: str | None
+    token_ids: tuple[int, ...]
+    prompt_tokens: int | None
+    first_ns: int | None
+    last_ns: int | None
+    lateness_ns: int
+    ttft_intended_ns: int | None
+    ttft_send_ns: int | None
+    tpot_ns: Fraction | None
+    e2e_ns: int | None
+    per_event: tuple[int, ...]
+    gaps_ns: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """The number of output tokens."""
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the data of a stream's events say, taken together."""
+
+    token_ids: list[int]
+    arrivals: list[tuple[int, int]]  # (time, tokens) of each event with tokens
+    finished: bool = False
+    done: bool = False
+    completion_tokens: int | None = None
+    prompt_tokens: int | None = None
+    error: str | None = None
+    malformed: str | None = None
+
+
+def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
+    stream = _Stream(token_ids=[], arrivals=[])
+    for at, raw in events:
+        data = data_of(raw)
+        if data is None or not data.strip():
+            continue
+        if data.strip() == DONE:
+            stream.done = True
+            continue
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict):
+            stream.malformed = stream.malformed or f"found {data[:60]!r}, expected a JSON object"
+            continue
+        if document.get("error") is not None or _named_error(raw):
+            stream.error = stream.error or _one_line(document.get("error", document))
+            continue
+        _usage(stream, document.get("usage"))
+        _choice(stream, document.get("choices"), at)
+    return stream
+
+
+def _named_error(raw: bytes) -> bool:
+    return any(line.replace(b" ", b"") == b"event:error" for line in raw.splitlines())
+
+
+def _usage(stream: _Stream, usage: object) -> None:
+    if not isinstance(usage, Mapping):
+        return
+    completion, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    # A server may send the running count with each event: the last one stands. Reasoning is part of it already.
+    if type(completion) is int:
+        stream.completion_tokens = completion
+    if type(prompt) is int:
+        stream.prompt_tokens = prompt
+
+
+def _choice(stream: _Stream, choices: object, at: int) -> None:
+    if (
+        not isinstance(choices, Sequence)
+        or isinstance(choices, str)
+        or not choices
+        or not isinstance(choices[0], Mapping)
+    ):
+        return
+    choice = choices[0]
+    ids = choice.get("token_ids")
+    if ids is not None:
+        if not isinstance(ids, list) or not all(type(it) is int for it in ids):
+            stream.malformed = stream.malformed or f"found the token_ids {ids!r:.60}, expected integers"
+        elif ids:
+            stream.token_ids += ids
+            stream.arrivals.append((at, len(ids)))
+    if choice.get("finish_reason") is not None:
+        stream.finished = True
+
+
+def _one_line(value: object) -> str:
+    return " ".join(json.dumps(value, ensure_ascii=False).split())[:300]
+
+
+def content_failure(events: Iterable[bytes], max_tokens: int) -> tuple[str, str] | None:
+    """Why a stream that ended cleanly under status 200 is no complete answer: (kind, text), or None.
+
+    ``error-object``: an error among the events. ``malformed``: data that is neither a JSON object nor ``[DONE]``.
+    ``incomplete``: the end came without a finish reason and ``[DONE]``. ``no-tokens``: no output token. ``count``: the
+    token ids are not as many as the usage says, or more than ``max_tokens``; or there is no usage.
+
+    Args:
+        events: The raw bytes of each event.
+        max_tokens: The output limit that was sent.
+    """
+    return _failure(_read((0, raw) for raw in events), max_tokens)
+
+
+def _failure(stream: _Stream, max_tokens: int) -> tuple[str, str] | None:
+    found = len(stream.token_ids)
+    if stream.error is not None:
+        return "error-object", stream.error
+    if stream.malformed is not None:
+        return "malformed", stream.malformed
+    if not (stream.finished and stream.done):
+        missing = [name for name, seen in (("finish reason", stream.finished), ("[DONE]", stream.done)) if not seen]
+        # A server that says [DONE] after no token at all has answered nothing, whatever it left out besides.
+        kind = "no-tokens" if stream.done and not found else "incomplete"
+        return kind, f"found {found} tokens and an end without {' and '.join(missing)}, expected both"
+    if not found:
+        return "no-tokens", "found no output token, expected at least one"
+    if stream.completion_tokens is None:
+        return "count", f"found {found} token ids and no usage, expected one"
+    if stream.completion_tokens != found:
+        return "count", f"found {found} token ids, expected {stream.completion_tokens} as the usage says"
+    if found > max_tokens:
+        return "count", f"found {found} tokens, expected at most {max_tokens}"
+    return None
+
+
+def events_of(record: Mapping[str, object], *, origin: str) -> list[tuple[int, bytes]]:
+    """The time and raw bytes of each event of a recorded request.
+
+    Raises:
+        EvidenceError: They are not a list of [integer, base64].
+    """
+    value = record.get("events")
+    found: list[tuple[int, bytes]] = []
+    for pair in value if isinstance(value, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or not isinstance(pair[1], str):
+            raise EvidenceError(f"{origin}: events: found {pair!r:.60}, expected [nanoseconds, base64]")
+        try:
+            found.append((pair[0], b64decode(pair[1], validate=True)))
+        except ValueError:
+            raise EvidenceError(f"{origin}: events: found {pair[1]!r:.60}, expected base64") from None
+    return found
+
+
+def figures(record: Mapping[str, object]) -> RequestFigures:
+    """The figures of one line of a recording that :func:`~pytest_kvqual.metrics.recording.read_recording` accepted.
+
+    Raises:
+        EvidenceError: Its events cannot be decoded.
+    """
+    name = str(record["request"])
+    stream = _read(events_of(record, origin=name))
+    failure = record["failure"]
+    kind = str(failure["kind"]) if isinstance(failure, Mapping) else None
+    intended, dispatch, sent = _time(record, "intended_ns"), _time(record, "dispatch_ns"), record["send_start_ns"]
+    first = stream.arrivals[0][0] if stream.arrivals else None
+    last = stream.arrivals[-1][0] if stream.arrivals else None
+    tokens = len(stream.token_ids)
+    gaps = [
+        after - before
+        for (before, one), (after, other) in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+        if one == other == 1
+    ]
+    return RequestFigures(
+        request=name,
+        completed=kind is None,
+        failure=kind,
+        token_ids=tuple(stream.token_ids),
+        prompt_tokens=stream.prompt_tokens,
+        first_ns=first,
+        last_ns=last,
+        lateness_ns=dispatch - intended,
+        ttft_intended_ns=None if first is None else first - intended,
+        ttft_send_ns=None if first is None or not isinstance(sent, int) else first - sent,
+        tpot_ns=Fraction(last - first, tokens - 1) if first is not None and last is not None and tokens > 1 else None,
+        e2e_ns=None if last is None else last - intended,
+        per_event=tuple(count for _, count in stream.arrivals),
+        gaps_ns=tuple(gaps),
+    )
+
+
+def _time(record: Mapping[str, object], key: str) -> int:
+    value = record[key]
+    if type(value) is not int:
+        raise EvidenceError(f"{record.get('request')}: {key}: found {value!r}, expected nanoseconds")
+    return value
