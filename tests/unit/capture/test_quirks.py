@@ -168,7 +168,7 @@ def test_times(replayed: tuple[Recording, Mapping[str, Any]], name: str) -> None
 
 def test_balance(replayed: tuple[Recording, Mapping[str, Any]]) -> None:
     """Offered = completed + failed, and the server was sent each request once."""
-    footer = replayed[0].footer
+    footer: Mapping[str, Any] = replayed[0].footer
     assert footer["offered"] == len(MATRIX) == replayed[1]["served"]
     assert footer["completed"] + sum(footer["failed"].values()) == len(MATRIX)
     expected: dict[str, int] = {}

@@ -39,7 +39,7 @@ from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
 from pytest_kvqual.judge.verdict import Check, Poison, Verdict
-from pytest_kvqual.metrics.recording import Recording, read_recording
+from pytest_kvqual.metrics.recording import read_recording
 from pytest_kvqual.metrics.requests import RequestFigures, figures
 from pytest_kvqual.study.model import FidelityRules, Study
 from pytest_kvqual.testing.script import COMPLETED, QUIRKS
@@ -93,7 +93,9 @@ class _Truth:
 class _Case:
     """The evidence of one case that could be read, and the figures found in it, in ms."""
 
-    recording: Recording
+    header: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
+    footer: Mapping[str, Any]
     figures: dict[str, RequestFigures]
     outcomes: dict[str, str]
     truths: dict[str, _Truth]
@@ -167,7 +169,7 @@ def _judged(result: Objections, rules: FidelityRules, name: str, data: bytes | N
         _accounting(result, name, case)
         _outcomes(result, name, case)
         _counts(result, name, case)
-        if case.recording.header["mode"] == "open":
+        if case.header["mode"] == "open":
             _lateness(result, rules, name, case)
             _arrivals(result, rules, name, case)
         else:
@@ -179,13 +181,17 @@ def _judged(result: Objections, rules: FidelityRules, name: str, data: bytes | N
 def _read(name: str, data: bytes, document: object) -> _Case:
     recording = read_recording(data, origin=f"fidelity-{name}.jsonl")
     truths, peak = _truths(document, origin=f"fidelity-{name}-truth.json")
-    found = [figures(record) for record in recording.requests]
+    # The reader has checked the types of what a mapping holds.
+    lines: Sequence[Mapping[str, Any]] = recording.requests
+    found = [figures(record) for record in lines]
     return _Case(
-        recording=recording,
+        header=recording.header,
+        lines=lines,
+        footer=recording.footer,
         figures={one.request: one for one in found},
         outcomes={
             str(record["request"]): COMPLETED if record["failure"] is None else str(record["failure"]["kind"])
-            for record in recording.requests
+            for record in lines
         },
         truths=truths,
         peak=peak,
@@ -219,7 +225,7 @@ def _optional(table: Table, key: str) -> int | None:
 
 def _load(result: Objections, rules: FidelityRules, name: str, case: _Case) -> None:
     """Rule 1."""
-    header = case.recording.header
+    header = case.header
     expected = ("closed", rules.concurrency) if name == "closed" else ("open", None)
     if (header["mode"], header["concurrency"]) != expected or header["cell"] != name:
         result.gap(
@@ -256,11 +262,11 @@ def _accounting(result: Objections, name: str, case: _Case) -> None:
     for request in case.figures:
         if request not in case.truths:
             result.find(2, f"case '{name}': found '{request}', which the server was never sent")
-    footer = case.recording.footer
+    footer = case.footer
     failed = Counter(outcome for outcome in case.outcomes.values() if outcome != COMPLETED)
     counted = (len(case.outcomes), len(case.outcomes) - failed.total(), dict(failed))
     stated = (footer["offered"], footer["completed"], dict(footer["failed"]))
-    if len(case.outcomes) != len(case.recording.requests) or counted != stated:
+    if len(case.outcomes) != len(case.lines) or counted != stated:
         result.find(
             2,
             f"case '{name}': the recording says (offered, completed, failed) {stated}, its requests give {counted}",
@@ -305,7 +311,7 @@ def _lateness(result: Objections, rules: FidelityRules, name: str, case: _Case) 
     """Rule 5."""
     dispatch: list[int] = []
     sending: list[int] = []
-    for record in case.recording.requests:
+    for record in case.lines:
         dispatch.append(record["dispatch_ns"] - record["intended_ns"])
         # A request that found no connection was never sent; rule 3 says so.
         if record["send_start_ns"] is not None:
@@ -321,7 +327,7 @@ def _arrivals(result: Objections, rules: FidelityRules, name: str, case: _Case) 
     """Rule 6."""
     after = [
         case.truths[str(record["request"])].arrived_ns - record["intended_ns"]
-        for record in case.recording.requests
+        for record in case.lines
         if str(record["request"]) in case.truths
     ]
     # The clocks have no common origin: the request that came soonest after its time stands for it.
@@ -358,14 +364,14 @@ def _errors(result: Objections, rules: FidelityRules, name: str, case: _Case) ->
 
 def _concurrency(result: Objections, rules: FidelityRules, name: str, case: _Case) -> None:
     """Rule 9."""
-    marks = [(record["dispatch_ns"], 1) for record in case.recording.requests]
-    marks += [(record["end_ns"], -1) for record in case.recording.requests]
+    marks = [(record["dispatch_ns"], 1) for record in case.lines]
+    marks += [(record["end_ns"], -1) for record in case.lines]
     flying = peak = 0
     # At one moment an end comes before the dispatch that it makes room for.
     for _, change in sorted(marks):
         flying += change
         peak = max(peak, flying)
-    case.errors["concurrency"] = {"peak": peak, "peak_at_server": case.peak, "n": len(case.recording.requests)}
+    case.errors["concurrency"] = {"peak": peak, "peak_at_server": case.peak, "n": len(case.lines)}
     for what, found in (("the recording", peak), ("the server", case.peak)):
         if found != rules.concurrency:
             result.find(9, f"case '{name}': {found} requests in flight by {what}, expected {rules.concurrency}")
@@ -398,8 +404,8 @@ def _null(
     result = Objections()
     result.add(first_result)
     result.add(second_result)
-    pairs = list(zip(first.recording.requests, second.recording.requests, strict=False))
-    if len(first.recording.requests) != len(second.recording.requests):
+    pairs = list(zip(first.lines, second.lines, strict=False))
+    if len(first.lines) != len(second.lines):
         result.find(10, f"null: {len(first.figures)} and {len(second.figures)} requests, expected the same number")
     views: tuple[tuple[str, Callable[[_Case, str], object]], ...] = (
         ("outcomes", lambda case, request: case.outcomes[request]),
@@ -452,8 +458,8 @@ def _details(case: _Case) -> dict[str, object]:
     return {
         "requests": len(case.outcomes),
         "outcomes": dict(sorted(outcomes.items())),
-        "loop": case.recording.header["loop"],
-        "timer": case.recording.header["timer"],
+        "loop": case.header["loop"],
+        "timer": case.header["timer"],
         "tokens": sum(one.tokens for one in case.figures.values()),
         **{key: _spelled(values) for key, values in case.errors.items()},
     }
