@@ -200,8 +200,9 @@ def client_floor(url: str, mode: str, level: int, tokens: int, number: int, loop
                 intended = one.intended_ns or 0
                 event_loop.call_at(start + intended / 1e9, send, index, zero + intended)
         else:
+            begun = time.monotonic_ns()
             for index in range(level):
-                send(index, time.monotonic_ns())
+                send(index, begun)
         await done
         marks["end"], marks["peak"] = time.process_time(), peak_mb()
         for reader in readers:

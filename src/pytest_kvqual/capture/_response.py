@@ -75,6 +75,11 @@ class ResponseReader:
         return self._state == _ENDED
 
     @property
+    def chunked(self) -> bool:
+        """Whether the next bytes belong to a chunked body, which ends in an empty line, wherever else one may be."""
+        return self._state in (_SIZE, _DATA, _AFTER, _TRAILER)
+
+    @property
     def between_chunks(self) -> bool:
         """Whether every chunk so far is whole, the last one excepted, which has not come."""
         return self._state == _SIZE and not self._line

@@ -59,6 +59,8 @@ class TimerFd:
         self._fd: int = create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._spec = _Spec(0, 0, 0, 0)
+        self._pointer = ctypes.byref(self._spec)
         self._loop, self._callback = loop, callback
         loop.add_reader(self._fd, self._ring)
 
@@ -66,8 +68,8 @@ class TimerFd:
         """Ring at ``due_ns``."""
         # A value of zero would disarm it.
         seconds, nanoseconds = divmod(max(due_ns, 1), _SECOND)
-        spec = _Spec(0, 0, seconds, nanoseconds)
-        if self._settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None) != 0:
+        self._spec.value_s, self._spec.value_ns = seconds, nanoseconds
+        if self._settime(self._fd, _TFD_TIMER_ABSTIME, self._pointer, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ class Exchange:
         "end_ns",
         "eof",
         "failure",
+        "fed",
         "head",
         "index",
         "on_end",
@@ -72,9 +73,25 @@ class Exchange:
         self.end_ns: int | None = None
         self.failure: tuple[str, str] | None = None
         self.eof = False
+        self.fed = 0
         self.reader = ResponseReader(bodiless=bodiless)
         self.connection: _Connection | None = None
         self.task: asyncio.Task[None] | None = None
+
+    def look(self) -> int | None:
+        """Feed the reads that the reader has not seen; the time of the one that ended the response, None before it.
+
+        Raises:
+            MalformedError: The bytes are no HTTP/1.1 response.
+        """
+        reader, reads = self.reader, self.reads
+        while self.fed < len(reads):
+            self.fed += 1
+            if reader.feed(reads[self.fed - 1]):
+                # What came later belongs to no response.
+                reader.keep_alive = reader.keep_alive and self.fed == len(reads)
+                return self.reads_ns[self.fed - 1]
+        return None
 
     def finish(self, end_ns: int, failure: tuple[str, str] | None = None) -> None:
         """End it, once; later calls do nothing."""
@@ -87,7 +104,18 @@ class Exchange:
 class _Connection(asyncio.Protocol):
     """One connection: carries one exchange at a time, or stands idle in the pool."""
 
-    __slots__ = ("_exchange", "_feed", "_note", "_note_ns", "_open", "_origin", "_pool", "_socket", "_stamp", "_stream")
+    __slots__ = (
+        "_chunked",
+        "_exchange",
+        "_note",
+        "_note_ns",
+        "_open",
+        "_origin",
+        "_pool",
+        "_socket",
+        "_stamp",
+        "_stream",
+    )
 
     def __init__(self, pool: Transport, origin: Origin, connected: socket.socket) -> None:
         self._pool, self._origin, self._socket = pool, origin, connected
@@ -119,7 +147,7 @@ class _Connection(asyncio.Protocol):
     def send(self, exchange: Exchange) -> None:
         """Send the request now, in this call, as far as the socket takes it."""
         self._exchange, exchange.connection = exchange, self
-        self._note_ns, self._note, self._feed = exchange.reads_ns.append, exchange.reads.append, exchange.reader.feed
+        self._note_ns, self._note, self._chunked = exchange.reads_ns.append, exchange.reads.append, False
         head, body = exchange.head, exchange.body
         exchange.send_start_ns = self._stamp()
         try:
@@ -142,7 +170,7 @@ class _Connection(asyncio.Protocol):
         exchange.send_end_ns = self._stamp()
 
     def data_received(self, data: bytes) -> None:
-        """Stamp, keep, look for the end; nothing else happens per read."""
+        """Stamp, keep, look for the end where it can be; nothing else happens per read."""
         now = self._stamp()
         if self._exchange is None:
             # Nobody asked for it.
@@ -150,16 +178,30 @@ class _Connection(asyncio.Protocol):
             return
         self._note_ns(now)
         self._note(data)
+        # A chunked body ends in CR LF CR LF. A read without one, and that cannot complete one, needs no look: the
+        # reader counts through it later, in one go with others.
+        if self._chunked and b"\r\n\r\n" not in data and data[0] not in b"\r\n":
+            return
+        self.look(self._exchange, now)
+
+    def look(self, exchange: Exchange, now: int) -> None:
+        """End the exchange if what was read ends it, one way or the other."""
         try:
-            if self._feed(data):
-                self._done(self._exchange, now)
+            end = exchange.look()
         except MalformedError as error:
             self._fail(now, "transport", f"malformed HTTP: {error}")
+            return
+        if end is not None:
+            self._done(exchange, end)
+        self._chunked = exchange.reader.chunked
 
     def eof_received(self) -> None:
         """The peer sent all that it will send; the stream then closes itself."""
         now = self._stamp()
         self._open = False
+        if self._exchange is not None:
+            self.look(self._exchange, now)
+        # The look may have ended it.
         exchange = self._exchange
         if exchange is not None:
             if exchange.reader.eof():
@@ -193,6 +235,8 @@ class _Connection(asyncio.Protocol):
     def _lost(self, error: Exception | None) -> None:
         now = self._stamp()
         self._open = False
+        if self._exchange is not None:
+            self.look(self._exchange, now)
         if (exchange := self._exchange) is not None:
             what = describe(error) if error is not None else "the connection was closed"
             self._fail(now, "transport", f"{what}, before {exchange.reader.missing()}")
@@ -254,10 +298,13 @@ class Transport(httpx.AsyncBaseTransport):
         task.add_done_callback(self._tasks.discard)
 
     def fail(self, exchange: Exchange, kind: str, text: str) -> None:
-        """End an exchange that is in flight as a failure, and close its connection."""
+        """End an exchange that is in flight, as a failure unless its bytes say otherwise, and close its connection."""
         connection, task = exchange.connection, exchange.task
         now = self.stamp()
         if connection is not None:
+            connection.look(exchange, now)
+            if exchange.end_ns is not None:
+                return
             connection.abort()
         if task is not None:
             task.cancel()

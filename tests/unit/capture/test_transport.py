@@ -11,10 +11,12 @@ from typing import TypeVar
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from raw_server import HEAD, LAST, Peer, chunk, completing, events, serving
 
 from pytest_kvqual.capture._schedule import new_loop
-from pytest_kvqual.capture._transport import Exchange, Transport
+from pytest_kvqual.capture._transport import Exchange, Transport, _Connection
 
 T = TypeVar("T")
 LOOPS = ["asyncio", "uvloop"]
@@ -257,3 +259,78 @@ def test_a_header_with_a_line_break_is_refused(run: Runner) -> None:
     """A header that would become two is not sent."""
     with serving(completing(1)) as server, pytest.raises(httpx.LocalProtocolError):
         run(post(server.url, headers={"X-A": "b\r\nX-C: d"}))
+
+
+class Taken:
+    """A socket that takes everything."""
+
+    def sendmsg(self, parts: tuple[bytes, ...]) -> int:
+        return sum(map(len, parts))
+
+
+@given(
+    st.lists(st.sampled_from([b"a", b"\r\n\r\n", b"0\r\n\r\n", b"\n\n", b"\r", b"x" * 30]), max_size=6),
+    st.sampled_from([b"", b"X-A: 1\r\n"]),
+    st.lists(st.integers(0, 400), max_size=30),
+    st.booleans(),
+)
+def test_the_end_is_seen_with_its_last_byte(parts: list[bytes], trailer: bytes, cuts: list[int], closed: bool) -> None:
+    """However a chunked answer is cut into reads, it ends with the read that brings its last byte, and not before."""
+    data = HEAD + b"".join(map(chunk, parts)) + b"0\r\n" + trailer + b"\r\n"
+    ended: list[Exchange] = []
+    ticks = itertools.count(1)
+    transport = Transport(stamp=lambda: next(ticks))
+    connection = _Connection(transport, ("h", 1), Taken())  # type: ignore[arg-type] # sends are all that it is for
+    exchange = Exchange(b"", b"", ended.append)
+    connection.send(exchange)
+    places = sorted({0, len(data), *(cut % len(data) for cut in cuts)})
+    for start, stop in itertools.pairwise(places):
+        assert not ended
+        connection.data_received(data[start:stop])
+    if closed:
+        connection.eof_received()
+    assert ended == [exchange]
+    assert exchange.failure is None
+    assert exchange.end_ns == exchange.reads_ns[-1]
+    assert b"".join(exchange.reads) == data
+
+
+def test_bytes_after_the_end_are_no_reason_to_wait() -> None:
+    """An answer with something behind it in the same read has ended, and its connection is not used again."""
+    ended: list[Exchange] = []
+    transport = Transport()
+    connection = _Connection(transport, ("h", 1), Taken())  # type: ignore[arg-type] # sends are all that it is for
+    connection.send(Exchange(b"", b"", ended.append))
+    connection.data_received(HEAD)
+    connection.data_received(chunk(b"a") + LAST + b"HTTP/1.1 500 X")
+    assert [one.failure for one in ended] == [None]
+    assert not transport._idle
+
+
+def test_garbage_in_a_body_is_no_timeout(run: Runner) -> None:
+    """A body that stops being HTTP and goes on for ever is malformed, though it is looked at only in the end."""
+
+    def handle(peer: Peer) -> None:
+        peer.request()
+        peer.send(HEAD)
+        time.sleep(0.01)
+        peer.send(b"no size at all\r\n")
+        peer.server.stopped.wait(5)
+
+    async def work() -> object:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        transport = Transport()
+        exchange = Exchange(b"GET / HTTP/1.1\r\n\r\n", b"", lambda _: done.set_result(None))
+        transport.begin(exchange, ("127.0.0.1", server.port))
+        await asyncio.sleep(0.1)
+        transport.fail(exchange, "timeout", "late")
+        await done
+        await transport.aclose()
+        return exchange.failure
+
+    with serving(handle) as server:
+        found = run(work())
+        assert isinstance(found, tuple)
+        assert found[0] == "transport"
+        assert "malformed" in found[1]
