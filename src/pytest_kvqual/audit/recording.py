@@ -459,8 +459,8 @@ def _concurrency(found: Found, header: Mapping[str, object]) -> None:
     for answer in flown:
         if answer.intended is not None and (answer.dispatch or 0) - answer.intended > SLOT_NS:
             found.find(
-    parser = _Parser(prog=PROGRAM, description="Read recordings again, and recompute every figure.")
-                f"most {SLOT_NS}"
+                6, f"{answer.name}: found its slot empty for {(answer.dispatch or 0) - answer.intended} ns, expected "
+                f"at most {SLOT_NS}"
             )  # fmt: skip
             break
 

@@ -9,7 +9,7 @@ A trial that breaks a rule is void: its figures are kept and enter no statistics
    failed. So is the warm-up's, whose prompts are none of the cells'.
 4. At most ``failed_share`` of a cell's requests failed; none of the warm-up's.
 5. The kernels of each layer, read before the warm-up and after the last cell, are those that were qualified.
-6. Layers, parameters, scales and settings of the server are those that were qualified.
+6. Layers, parameters, scales and settings of the server are those that were qualified (addresses apart).
 7. Over each load the server counted what the client did: requests ended, prompt tokens, output tokens; no preemption;
    with ``cold``, no prefix found in the cache.
 8. Each canary's tokens are those of the arm's serial reference, as far as both go.
@@ -343,8 +343,19 @@ def _identity(own: Objections, identity: Mapping[str, object], qualified: Sequen
             own.gap(6, f"identity: rank {number}: found {found!r:.60}, expected a mapping")
             continue
         for key in ("layers", "attention_backend", "attention_impl", "pool_bytes", "parameters", "scales", "settings"):
-            if key not in found or key not in wanted or found[key] != wanted[key]:
+            if key not in found or key not in wanted or _placeless(found[key]) != _placeless(wanted[key]):
                 own.find(6, f"identity: rank {number}: found other {key} than were qualified, expected the same")
+
+
+def _placeless(value: object) -> object:
+    """A part of an identity with addresses replaced by which layers share a storage: a fresh process has others."""
+    if not isinstance(value, list):
+        return value
+    known: dict[object, int] = {}
+    return [
+        {**it, "storage_id": known.setdefault(it.get("storage_id"), len(known))} if isinstance(it, Mapping) else it
+        for it in value
+    ]
 
 
 def _values(trial: Mapping[str, object], when: str) -> Mapping[str, object]:
