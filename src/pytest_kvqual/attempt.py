@@ -400,6 +400,10 @@ class Attempt:
         """One line of progress."""
         self._say(text)
 
+    def steps(self, what: str) -> Callable[[int, int], None]:
+        """Takes (done, total) and says so, not more often than a reader can follow."""
+        return self._steps(what)
+
     # -- captures ----------------------------------------------------------------------------------------------------
 
     def identity(self) -> None:

@@ -49,6 +49,16 @@ def _parser() -> argparse.ArgumentParser:
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
     freeze.add_argument("--check", action="store_true", help="write nothing; fail unless the lock matches")
+    trace = command("trace", _trace, "write the traces of a study's timing plans")
+    study_of(trace)
+    trace.add_argument("--check", action="store_true", help="write nothing; fail unless each is what would be written")
+    trace.add_argument(
+        "--arrivals", action="append", default=[], metavar="LENGTH/CELL=FILE", help="seconds, one arrival a line"
+    )
+    plan = command("plan", _plan, "write the timing plans of a study, and print trials and reachable p-values")
+    study_of(plan)
+    plan.add_argument("--check", action="store_true", help="write nothing; fail unless each is what would be written")
+    plan.add_argument("--trials", type=int, metavar="LENGTH", help="print only ARM and BLOCK of each trial, in order")
     model = command("model", _model, "build or verify the model folder of a study, and print its path")
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
@@ -102,6 +112,25 @@ def _freeze(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.freeze import freeze_command
 
     print(freeze_command(args.study, check=args.check))
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from pytest_kvqual.study.timing_files import trace_command
+
+    for line in trace_command(args.study, check_only=args.check, arrivals=args.arrivals):
+        print(line)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from pytest_kvqual.study.timing_files import plan_command, trial_lines
+
+    lines = (
+        plan_command(args.study, check_only=args.check) if args.trials is None else trial_lines(args.study, args.trials)
+    )
+    for line in lines:
+        print(line)
     return 0
 
 

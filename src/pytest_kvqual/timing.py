@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from pytest_kvqual.study.panels import Panel
     from pytest_kvqual.study.plan import Plan
 
+FIDELITY_LIMIT_S: Final = 180.0
+"""Bound of all loads of the fidelity gate together, in seconds."""
+
 PILOT: Final = "pilot-"
 """What the prefix of a pilot's evidence begins with: no gate reads it."""
 
@@ -90,7 +93,9 @@ class Timing:
         return check(_read(rules.plan), self._campaign.study, tokens, self._traces(), origin=str(rules.plan))
 
     def _traces(self) -> dict[str, bytes]:
-        return {cell.name: _read(cell.trace) for cell in self.rules().cells}
+        from pytest_kvqual.study.timing_files import read_traces
+
+        return read_traces(self._campaign.study, self._campaign.selection.length.tokens)
 
     def prepare(self) -> None:
         """Check the plan, and where this run has a trial, that it is one of the plan's and was never begun.
@@ -173,7 +178,7 @@ class Timing:
     def _fidelity(self, permit: TimingPermit) -> Verdict:
         from pytest_kvqual.capture.fidelity import capture_fidelity
         from pytest_kvqual.evidence.reader import Reader
-        from pytest_kvqual.faults.recorder import FAULTS
+        from pytest_kvqual.faults.recorder import RECORDER_FAULTS
         from pytest_kvqual.judge.gates import fidelity
 
         campaign, rules = self._campaign, self._campaign.study.fidelity
@@ -183,13 +188,12 @@ class Timing:
         reader = Reader.latest(campaign.run_dir, scope, prefix=campaign.prefix, names=("fidelity-open.jsonl",))
         if reader is None:
             with campaign.begin(campaign.selection, scope) as attempt:
-                attempt.say("fidelity: the recorder against a server of known delays")
                 files = capture_fidelity(
                     rules,
                     permit=permit,
                     folder=attempt.path,
-                    timeout_s=campaign.study.engine.request_timeout_s,
-                    progress=attempt.say,
+                    timeout_s=FIDELITY_LIMIT_S,
+                    progress=attempt.steps("fidelity, loads"),
                 )
                 for path in files:
                     attempt.seal(path.name)
@@ -209,7 +213,7 @@ class Timing:
                 for name, stem in stems.items()
                 if stem.endswith("-truth.json")
             },
-            faults=tuple(FAULTS),
+            faults=tuple(RECORDER_FAULTS),
         )
 
     def _trial(self, permit: TimingPermit) -> Verdict:
@@ -315,12 +319,13 @@ class Timing:
         )
 
     def _superiority(self) -> Verdict:
+        from pytest_kvqual.faults.blocks import BLOCK_FAULTS
         from pytest_kvqual.judge.gates import superiority
         from pytest_kvqual.study.plan import trials
 
         campaign, plan = self._campaign, self.plan()
         found = {(arm, block): self._result(arm, block) for arm, block in trials(plan)}
-        return superiority.judge(campaign.study, plan, arm=campaign.selection.arm.name, trials=found)
+        return superiority.judge(plan, arm=campaign.selection.arm.name, trials=found, faults=tuple(BLOCK_FAULTS))
 
     def _result(self, arm: str, block: int) -> Trial | None:
         """One trial as the statistics take it; None where none was begun."""

@@ -40,15 +40,16 @@ _SECOND = 1_000_000_000
 _START_S = 15.0
 _SERVER_SPARE_S = 20.0
 _REQUEST_S = 10.0
-_FAILURE_S = 1.0
+_FAILURE_S = 0.5
 _FAILURE_SHARE = 20
-_SHORT_TOKENS = 8
+_SHORT_TOKENS = 6
 _QUIRK_TOKENS = 12
-_QUIRK_RATE = 50.0
+_QUIRK_RATE = 100.0
 _LARGE = 100_000
 _LARGE_REQUESTS = 6
-_LARGE_RATE = 5.0
-_POISON_RATE = 100.0
+_LARGE_RATE = 16.0
+_POISON_RATE = 200.0
+_POISON_REQUESTS = 28
 _POISON_QUIRKS = ("error-object", "tokens-per-event", "dropped", "status-503", "role-first")
 
 
@@ -72,7 +73,7 @@ def cases(rules: FidelityRules) -> Iterator[Case]:
             load=Load(mode="open") if rate else Load(mode="closed", concurrency=rules.concurrency),
             offered=_offered(name, [()] * rules.requests, tokens=rules.tokens, rate=rate),
         )
-    quirks = [(name,) for name, (outcome, _) in QUIRKS.items() if outcome == COMPLETED]
+    quirks: list[tuple[str, ...]] = [(name,) for name, (outcome, _) in QUIRKS.items() if outcome == COMPLETED]
     quirks += [("split-anywhere", "crlf"), ("split-anywhere", "tokens-per-event", "ping"), ("no-space", "cr", "fields")]
     yield Case(
         name="quirks",
@@ -96,8 +97,8 @@ def cases(rules: FidelityRules) -> Iterator[Case]:
         offered=_offered("large-prompt", large, tokens=_SHORT_TOKENS, rate=_LARGE_RATE, prompt_tokens=_LARGE),
     )
     for fault in RECORDER_FAULTS:
-        mixed = [()] * 40
-        mixed[2:40:8] = [(name,) for name in _POISON_QUIRKS]
+        mixed = [()] * _POISON_REQUESTS
+        mixed[2 : 2 + 5 * len(_POISON_QUIRKS) : 5] = [(name,) for name in _POISON_QUIRKS]
         name = f"poison-{fault}"
         yield Case(
             name=name,

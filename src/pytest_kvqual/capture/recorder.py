@@ -15,6 +15,7 @@ import base64
 import resource
 import signal
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from pytest_kvqual.capture._spool import Spool, SpoolReader
 from pytest_kvqual.capture._transport import Exchange, Transport, describe, head_of, origin_of
 from pytest_kvqual.errors import CaptureError, EvidenceError
 from pytest_kvqual.metrics.requests import content_failure
-from pytest_kvqual.metrics.sse import Splitter
+from pytest_kvqual.metrics.sse import completions, split
 
 __all__ = ["Load", "Offered", "Seams", "Transport", "convert", "replay"]
 
@@ -85,13 +86,13 @@ class Seams:
         stamp: The clock of every stamp, ns.
         due: The moment (ns after zero) at which an open-loop request is sent, from its intended arrival.
         cap: The most requests in flight in open loop, the others wait and are dispatched after it; None for no limit.
-        record: A last look at each request's line; returns what is written instead.
+        record: A last look at each request's line; returns what is written instead, None to leave the request out.
     """
 
     stamp: Callable[[], int] = monotonic_ns
     due: Callable[[int], int] | None = None
     cap: int | None = None
-    record: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    record: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
 
 def replay(
@@ -370,7 +371,7 @@ class _Run:
 
 
 def convert(
-    spool: Path, out: Path, *, record: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    spool: Path, out: Path, *, record: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 ) -> Mapping[str, Any]:
     """Write the recording ``out`` from a spool; returns its footer. Also for the spool of a process that was killed.
 
@@ -388,16 +389,26 @@ def convert(
 
 
 def _convert(
-    reader: SpoolReader, spool: Path, out: Path, change: Callable[[dict[str, Any]], dict[str, Any]] | None
+    reader: SpoolReader, spool: Path, out: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None] | None
 ) -> Mapping[str, Any]:
     requests = reader.header["requests"]
     found = reader.record(-1)
     zero = found[0]["zero"] if found is not None else 0
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for index, request in enumerate(requests):
+            line = _line(request, reader.record(index), zero)
+            changed = line if change is None else change(line)
+            if changed is not None:
+                yield changed
+
+    # Only a planted fault leaves a request out; it then does not count it either.
+    offered = len(requests) if change is None else sum(1 for _ in lines())
     head = {
         **reader.header["header"],
         "schema": SCHEMA,
         "kind": "recording",
-        "requests": len(requests),
+        "requests": offered,
         "zero_monotonic_ns": zero,
         "zero_wall": found[0]["wall"] if found is not None else reader.header["wall"],
     }
@@ -407,23 +418,16 @@ def _convert(
         with out.open("xb") as file:
             try:
                 file.write(canonical_bytes(head) + b"\n")
-                missing: list[int] = []
-                for index, request in enumerate(requests):
-                    kept = reader.record(index)
-                    line = _line(request, kept, zero)
-                    if change is not None:
-                        line = change(line)
+                for line in lines():
                     if line["failure"] is not None:
                         kind = line["failure"]["kind"]
                         failed[kind] = failed.get(kind, 0) + 1
-                    if kept is None:
-                        missing.append(index)
                     end = max(end, line["end_ns"])
                     file.write(canonical_bytes(line) + b"\n")
                 footer = {
                     "kind": "end",
-                    "offered": len(requests),
-                    "completed": len(requests) - sum(failed.values()),
+                    "offered": offered,
+                    "completed": offered - sum(failed.values()),
                     "failed": failed,
                     "end_ns": end,
                 }
@@ -448,9 +452,11 @@ def _line(
     meta, times, reads = kept if kept is not None else ({}, (), [])
     pieces: list[bytes] = []
     reader = ResponseReader(pieces)
-    splitter = Splitter()
-    events: list[tuple[int, bytes]] = []
-    whole: list[bytes] = []
+    body: list[bytes] = []
+    # How many bytes of the body were there after each read that brought some, and when.
+    arrived: list[int] = []
+    moments: list[int] = []
+    size = 0
     headers_ns: int | None = None
     for time, data in zip(times, reads, strict=True):
         # The failure says so already; what came before it stays.
@@ -458,12 +464,17 @@ def _line(
             reader.feed(data)
         if headers_ns is None and reader.status is not None:
             headers_ns = time - zero
-        for piece in pieces:
-            if reader.status == 200:
-                events += [(time - zero, event) for event in splitter.feed(piece)]
-            else:
-                whole.append(piece)
-        pieces.clear()
+        if pieces:
+            body += pieces
+            size += sum(map(len, pieces))
+            arrived.append(size)
+            moments.append(time - zero)
+            pieces.clear()
+    # The body of any other status is no stream of events.
+    raw, rest = split(b"".join(body)) if reader.status == 200 else ([], b"".join(body))
+    events = [
+        (moments[bisect_left(arrived, needed)], event) for needed, event in zip(completions(raw), raw, strict=True)
+    ]
 
     def after_zero(name: str) -> int | None:
         stamp = meta.get(name)
@@ -473,7 +484,7 @@ def _line(
     if failure is None and reader.status != 200:
         failure = ("status", f"HTTP status {reader.status}")
     # Some servers close after the last event and send no last chunk. The stream then says itself whether it is whole.
-    whole_at_eof = meta.get("eof", False) and reader.status == 200 and reader.between_chunks and not splitter.rest
+    whole_at_eof = meta.get("eof", False) and reader.status == 200 and reader.between_chunks and not rest
     if failure is None or whole_at_eof:
         by_content = content_failure([event for _, event in events], request["max_tokens"])
         failure = by_content if failure is None or by_content is None else failure
@@ -494,7 +505,7 @@ def _line(
         "headers": [list(pair) for pair in reader.headers],
         "body_sha256": request["body_sha256"],
         "events": [[at, base64.b64encode(event).decode("ascii")] for at, event in events],
-        "rest": base64.b64encode(splitter.rest if reader.status == 200 else b"".join(whole)).decode("ascii"),
+        "rest": base64.b64encode(rest).decode("ascii"),
         "end_ns": after_zero("end") or 0,
         "failure": None if failure is None else {"kind": failure[0], "text": failure[1]},
     }

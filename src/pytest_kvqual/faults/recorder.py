@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 _LATE_NS = 20_000_000
 _STEP_NS = 1_000_000_000
-_STEP_AT_NS = 200_000_000
+_STEP_AT_NS = 70_000_000
 _CAP = 4
 _STAMPS = (
     "intended_ns", "dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "headers_ns",

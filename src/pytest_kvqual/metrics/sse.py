@@ -2,69 +2,45 @@
 
 By the WHATWG standard (HTML, section 9.2, "Server-sent events", read 2026): a line ends with CR LF, LF or CR; an empty
 line ends an event; a field is the text before the first colon, its value what follows, less one space. Nothing is
-stripped, and nothing is decoded before an event is whole, so that a read may end anywhere.
+stripped, and nothing is decoded before an event is whole. Framing is of whole streams, so that where a read ended
+changes nothing; :func:`completions` says which byte completed each event.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _BOM = b"\xef\xbb\xbf"
-# The end of a line and the empty line after it. A CR as the last byte may be half of a CR LF: it is looked at again.
+# The end of a line and the empty line after it.
 _END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r(?!\n))")
 _LINE = re.compile(rb"\r\n|\n|\r")
-# The longest end of an event.
-_LONGEST = 4
-
-
-class Splitter:
-    """Splits a stream into events, fed in pieces of any size. Time is linear in the bytes fed."""
-
-    __slots__ = ("_buffer", "_scanned")
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._scanned = 0
-
-    @property
-    def rest(self) -> bytes:
-        """The bytes after the last event that ended."""
-        return bytes(self._buffer)
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The events that ``data`` completes, each with the empty line that ends it."""
-        return self._take(data, last=False)
-
-    def finish(self) -> list[bytes]:
-        """The event that a final CR ended, if there is one: nothing follows that could make it a CR LF."""
-        return self._take(b"", last=True)
-
-    def _take(self, data: bytes, *, last: bool) -> list[bytes]:
-        buffer = self._buffer
-        buffer += data
-        events: list[bytes] = []
-        begin = 0
-        at = max(0, self._scanned - _LONGEST)
-        while True:
-            found = _END.search(buffer, at)
-            if found is None:
-                break
-            end = found.end()
-            if end == len(buffer) and buffer[end - 1 :] == b"\r" and not last:
-                break
-            events.append(bytes(buffer[begin:end]))
-            begin = at = end
-        if begin:
-            del buffer[:begin]
-        self._scanned = len(buffer)
-        return events
 
 
 def split(data: bytes) -> tuple[list[bytes], bytes]:
-    """The events of a whole stream, and what is left after the last of them."""
-    splitter = Splitter()
-    events = [*splitter.feed(data), *splitter.finish()]
-    return events, splitter.rest
+    """The events of a stream, each with the empty line that ends it, and what is left after the last of them.
+
+    Joined they are ``data``. Time is linear in its size.
+    """
+    events: list[bytes] = []
+    begin = 0
+    for found in _END.finditer(data):
+        end = found.end()
+        events.append(data[begin:end])
+        begin = end
+    return events, data[begin:]
+
+
+def completions(events: Sequence[bytes]) -> list[int]:
+    """How many bytes of the stream had to be there for each event to be complete.
+
+    Of an empty line that ends with CR LF the CR completes the event: no reader has to wait for the LF.
+    """
+    found, at = [], 0
+    for event in events:
+        at += len(event)
+        found.append(at - 1 if event.endswith(b"\r\n") else at)
+    return found
 
 
 def data_of(event: bytes) -> bytes | None:

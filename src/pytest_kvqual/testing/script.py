@@ -14,7 +14,7 @@ the last token's event, then usage with empty choices, then ``[DONE]``. Token nu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -59,7 +59,7 @@ QUIRKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "status-400": ("status", "status 400 with an error object"),
         "never-answers": ("timeout", "no byte"),
         "stalls": ("timeout", "no further byte after two token events"),
-        "big-event": (COMPLETED, "the second token event has 2 MB"),
+        "big-event": (COMPLETED, "the second token event has 2 MB, in writes of 64 KiB"),
         "fields": (COMPLETED, "id, event and retry lines in each event, and one event of nothing else"),
         "multi-line-data": (COMPLETED, "each event's data on two data lines"),
         "bom": (COMPLETED, "a byte order mark at the start"),
@@ -74,7 +74,11 @@ QUIRKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 _AFTER_EVENTS = 2
 _STOPPING = frozenset({"error-object", "dropped", "reset", "stalls"})
-_BIG = 2_000_000
+# The big event's text is sent as one constant, again and again: copies of 2 MB would keep every other answer waiting.
+_BIG_MARK = b"\x00"
+_BIG_PART = b"x" * 65_536
+_BIG_PARTS = 31
+_BIG_NS = 50_000
 _ROLE_NS = 10 * MILLISECOND
 _LATE_NS = 60 * MILLISECOND
 _PIECE_NS = 400_000
@@ -277,7 +281,9 @@ def _quirky(script: Script, answer: Answer) -> Iterator[Step]:
     yield from _header(script, (_HEADER_UNTIL_EOF if until_eof else HEADER) % answer.request.encode())
     at_ns = 0
     for at_ns, event, tokens in _grouped(script, _events(script, answer)):
-        if "split-anywhere" in quirks:
+        if _BIG_MARK in event:
+            yield from _big(at_ns, event, tokens, bytes if until_eof else chunk)
+        elif "split-anywhere" in quirks:
             yield from _split(at_ns, event, tokens, framed=not until_eof)
         else:
             yield Step(at_ns, event if until_eof else b"".join(map(chunk, _each(event))), tokens, GO_ON)
@@ -352,6 +358,15 @@ def _split(at_ns: int, event: bytes, tokens: int, *, framed: bool) -> Iterator[S
         yield Step(max(0, at_ns - early), piece, tokens if last else 0, GO_ON)
 
 
+def _big(at_ns: int, event: bytes, tokens: int, frame: Callable[[bytes], bytes]) -> Iterator[Step]:
+    """The event with its big text in writes of 64 KiB, the last at the event's time."""
+    before, _, after = event.partition(_BIG_MARK)
+    part = frame(_BIG_PART)
+    for index, piece in enumerate([frame(before), *[part] * _BIG_PARTS]):
+        yield Step(max(0, at_ns - (_BIG_PARTS + 1 - index) * _BIG_NS), piece, 0, GO_ON)
+    yield Step(at_ns, frame(after), tokens, GO_ON)
+
+
 def _error(status: int) -> dict[str, object]:
     return {"object": "error", "message": "planted by the script", "type": "PlantedError", "param": None,
             "code": status}  # fmt: skip
@@ -389,7 +404,7 @@ def _events(script: Script, answer: Answer) -> Iterator[Event]:
         if index == 0 and "huge-prompt" in quirks:
             rest = rest.replace(b'"prompt_token_ids":null', b'"prompt_token_ids":%b' % answer.prompt, 1)
         if index == 1 and "big-event" in quirks:
-            rest = rest.replace(b'"text":"', b'"text":"' + b"x" * _BIG, 1)
+            rest = rest.replace(b'"text":"', b'"text":"' + _BIG_MARK, 1)
         event = mark + head + rest
         mark = b""
         if "multi-line-data" in quirks:

@@ -59,6 +59,7 @@ _IDLE_CLOSE_S = 0.02
 _WATCH_S = 0.25
 _SECOND = 1_000_000_000
 _LARGE_BODY = 32_768
+_TURN = 64
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length:[ \t]*([0-9]{1,12})[ \t]*(?:\r\n|\Z)")
 _PROMPT = re.compile(rb'"prompt"[ \t\r\n]*:[ \t\r\n]*\[([0-9, \t\r\n]*)\]')
 # The boundaries of vLLM's histogram of the time to the first token, in seconds.
@@ -419,7 +420,7 @@ class Server:
         self.metrics = Metrics()
         self.connections: set[Connection] = set()
         self.served = 0
-        self.created = monotonic_ns() // _SECOND  # no clock is read for a label
+        self.created = monotonic_ns() // _SECOND
         self._truths: dict[str, Truth] = {}
         self._heap: list[tuple[int, int, Stream]] = []
         self._serial = 0
@@ -495,14 +496,15 @@ class Server:
     def _due(self) -> None:
         heap = self._heap
         self._armed = 0
-        while heap and heap[0][0] <= monotonic_ns():
-            stream = heap[0][2]
+        # Bounded: a server that is behind must still read, or the requests that wait would look as if they came late.
+        for _ in range(_TURN):
+            if not heap or heap[0][0] > monotonic_ns():
+                break
+            # Out of the heap before it is served: the end of an answer can begin the next one.
+            stream = heapq.heappop(heap)[2]
             due = stream.advance()
-            if due is None:
-                heapq.heappop(heap)
-            else:
-                self._serial += 1
-                heapq.heapreplace(heap, (due, self._serial, stream))
+            if due is not None:
+                self._push(due, stream)
         self._arm()
 
 

@@ -35,7 +35,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, Final
 
-from pytest_kvqual._decode import Table
+from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
 from pytest_kvqual.judge.verdict import Check, Poison, Verdict
@@ -59,17 +59,19 @@ SEEN_BY: Final[Mapping[str, frozenset[int]]] = MappingProxyType(
         "hidden-cap-untold": frozenset({6}),
         "failure-dropped": frozenset({2}),
         "error-object-is-success": frozenset({3}),
-        "clock-wall": frozenset({5}),
+        "clock-wall": frozenset({1, 5}),
         "token-per-event": frozenset({4}),
     }
 )
-"""The rules of which one must object under a seeded fault; of a fault that is not here, any rule."""
+"""The rules of which one must object under a seeded fault; of a fault that is not here, any rule. Rule 1: the reader
+refuses the recording, which is complete, for what it says."""
 
 _TRUTH_KEYS = (
     "arrived_ns", "end_ns", "first_token_ns", "gone", "last_token_ns", "outcome", "per_event", "prompt_tokens", "quirk",
     "received_ns", "times", "tokens",
 )  # fmt: skip
 _MILLISECOND = 1_000_000
+_MOST = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,16 +161,18 @@ def _judged(result: Objections, rules: FidelityRules, name: str, data: bytes | N
         case = _read(name, data, document)
     if case is None:
         return None
-    _load(result, rules, name, case)
-    _accounting(result, name, case)
-    _outcomes(result, name, case)
-    _counts(result, name, case)
-    if case.recording.header["mode"] == "open":
-        _lateness(result, rules, name, case)
-        _arrivals(result, rules, name, case)
-    else:
-        _concurrency(result, rules, name, case)
-    _errors(result, rules, name, case)
+    # A number beyond float64 is no measurement, wherever it comes up.
+    with result.reading(1):
+        _load(result, rules, name, case)
+        _accounting(result, name, case)
+        _outcomes(result, name, case)
+        _counts(result, name, case)
+        if case.recording.header["mode"] == "open":
+            _lateness(result, rules, name, case)
+            _arrivals(result, rules, name, case)
+        else:
+            _concurrency(result, rules, name, case)
+        _errors(result, rules, name, case)
     return case
 
 
@@ -196,21 +200,21 @@ def _truths(document: object, *, origin: str) -> tuple[dict[str, _Truth], int]:
     truths: dict[str, _Truth] = {}
     for name, table in top.named_tables("requests", known=_TRUTH_KEYS).items():
         truths[name] = _Truth(
-            arrived_ns=table.integer("arrived_ns"),
+            arrived_ns=table.integer("arrived_ns", minimum=0, maximum=_MOST),
             first_ns=_optional(table, "first_token_ns"),
             last_ns=_optional(table, "last_token_ns"),
-            tokens=table.integer("tokens", minimum=0),
-            per_event=table.integers("per_event", minimum=1),
+            tokens=table.integer("tokens", minimum=0, maximum=_MOST),
+            per_event=table.integers("per_event", minimum=1, maximum=_MOST),
             outcome=table.string("outcome"),
             quirks=table.strings("quirk"),
-            prompt_tokens=table.integer("prompt_tokens", minimum=0),
-            times=table.integer("times", minimum=1),
+            prompt_tokens=table.integer("prompt_tokens", minimum=0, maximum=_MOST),
+            times=table.integer("times", minimum=1, maximum=_MOST),
         )
-    return truths, top.integer("peak", minimum=0)
+    return truths, top.integer("peak", minimum=0, maximum=_MOST)
 
 
 def _optional(table: Table, key: str) -> int | None:
-    return None if table.raw(key) is None else table.integer(key)
+    return None if table.raw(key) is None else table.integer(key, minimum=0, maximum=_MOST)
 
 
 def _load(result: Objections, rules: FidelityRules, name: str, case: _Case) -> None:
@@ -417,12 +421,30 @@ def _poisoned(rules: FidelityRules, name: str, data: bytes, document: object) ->
     case = _judged(scratch, rules, name, data, document)
     required = SEEN_BY.get(fault, _ANY)
     lines = [text for rule, text in scratch.found if rule in required]
+    if case is None and 1 in required and document is not None and _whole(data):
+        # Times that go backwards: what was written is all there, and the reader will not have it.
+        return Poison(fault=fault, caught=True, figure=f"rules 1: {scratch.first()}")
     if case is None or not lines:
         wanted = ", ".join(map(str, sorted(required)))
         figure = scratch.first() or "no rule objected"
         return Poison(fault=fault, caught=False, figure=f"{figure}; expected an objection of rule {wanted}")
     ruled = ", ".join(map(str, sorted(scratch.rules())))
     return Poison(fault=fault, caught=True, figure=f"rules {ruled}: {lines[0]}")
+
+
+def _whole(data: bytes) -> bool:
+    """Whether a recording has its header, all its requests and its end; what they say is not looked at."""
+    try:
+        lines = [parse_json(line, origin="recording", error=EvidenceError) for line in data.splitlines()]
+    except EvidenceError:
+        return False
+    tables = [line for line in lines if isinstance(line, dict)]
+    kinds = [table.get("kind") for table in tables]
+    return (
+        len(tables) == len(lines) >= 3
+        and kinds == ["recording", *["request"] * (len(lines) - 2), "end"]
+        and tables[0].get("requests") == tables[-1].get("offered") == len(lines) - 2
+    )
 
 
 def _details(case: _Case) -> dict[str, object]:
