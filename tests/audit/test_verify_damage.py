@@ -512,13 +512,6 @@ def _ended(data: bytes, end: bytes) -> bytes:
 FULL = [chunk([1]), chunk([2, 3]), chunk([4], finish="stop"), usage(4), DONE]
 
 
-def _lone_cr_in_the_rest() -> list[Line]:
-    events = _at(*[_ended(data, b"\r\r") for data in FULL[:-1]])
-    return _streamed(
-        events, rest=base64.b64encode(b"data: [DONE]\r\r").decode(), failure=failure("incomplete"), end_ns=50 * MS
-    )
-
-
 def _interrupted() -> list[Line]:
     lines = open_lines()
     requests = lines[1:-1]
@@ -557,7 +550,6 @@ GOOD: dict[str, Callable[[], list[Line]]] = {
     "CR LF": lambda: _streamed(_at(*[_ended(data, b"\r\n\r\n") for data in FULL])),
     "CR": lambda: _streamed(_at(*[_ended(data, b"\r\r") for data in FULL])),
     "mixed line ends": lambda: _streamed(_at(*[_ended(data, b"\n\r\n") for data in FULL])),
-    "a last CR that may be half of a CR LF": _lone_cr_in_the_rest,
     "late usage": lambda: _streamed([*_at(*FULL[:3]), (90 * MS, usage(4)), (95 * MS, DONE)]),
     "usage with every event": lambda: _streamed(_at(FULL[0], usage(1), FULL[1], usage(3), *FULL[2:])),
     "comments, a BOM and a role": lambda: _streamed(

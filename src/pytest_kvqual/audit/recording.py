@@ -474,9 +474,6 @@ def _framing(
     again, left = split(b"".join(recorded) + rest)
     if (recorded, rest) == (again, left):
         return
-    # A CR at the very end ends the event, or is half of a CR LF that did not come: who reads a stream cannot know.
-    if not left and again and again[-1].endswith(b"\r") and (recorded, rest) == (again[:-1], again[-1]):
-        return
     place = next((i for i, (one, other) in enumerate(zip(recorded, again, strict=False)) if one != other), None)
     if place is not None:
         result.find(
