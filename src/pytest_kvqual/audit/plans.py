@@ -18,8 +18,8 @@ from pytest_kvqual.audit.shapes import get, integer, items, shown, strings, tabl
 
 #: What a plan says as the study's rules say it.
 _AS_DECLARED: Final = (
-    "arms", "null_arm", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction", "server_ttft_ms",
-    "failed_share", "cold",
+    "arms", "null_arm", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction",
+    "server_ttft_ms", "failed_share", "cold",
 )  # fmt: skip
 _CELL: Final = ("name", "mode", "trace", "requests", "max_tokens", "concurrency", "rate")
 _COMPARISON: Final = ("candidate", "control", "cell", "metric", "better")
@@ -42,7 +42,7 @@ class Comparison:
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """A frozen plan. ``blocks`` maps a block's number to its order, ``canaries`` each canary's id to its parity item."""
+    """A frozen plan. ``blocks`` maps a block's number to its order, ``canaries`` a canary's id to its parity item."""
 
     rules: Mapping[str, object]
     sha256: str
@@ -138,7 +138,7 @@ def _plan(outer: Mapping[str, object], rules: Mapping[str, object], digest: str)
         one = table(value, "comparison")
         family.append(
             Comparison(
-                **{key: text(one, key, "comparison") for key in _COMPARISON[:-1]},  # type: ignore[arg-type]
+                **{key: text(one, key, "comparison") for key in _COMPARISON[:-1]},
                 lower=text(one, "better", "comparison") == "lower",
             )
         )

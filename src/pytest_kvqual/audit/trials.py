@@ -490,9 +490,7 @@ def _late(own: Objections, plan: Plan, name: str, cell: Verified) -> None:
         return
     limit = plan.share("lateness_fraction") * plan.share("practical") * ttft
     if late > limit:
-        own.find(
-            9, f"{name}: found a dispatch lateness p99 of {float(late):.0f} ns, expected at most {float(limit):.0f}"
-        )
+        own.find(9, f"{name}: found a lateness p99 of {float(late):.0f} ns, expected at most {float(limit):.0f}")
 
 
 def _server(own: Objections, plan: Plan, trial: Mapping[str, object], name: str, cell: Verified) -> None:
