@@ -38,7 +38,7 @@ def to_lines(data: bytes) -> list[Line]:
 def chunk(ids: Sequence[int] = (), *, finish: str | None = None, text: str = "x", end: bytes = b"\n\n") -> bytes:
     """An event with output token ids."""
     choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": finish, "token_ids": list(ids)}
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + end
+    return b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + end
 
 
 def usage(completion: int, prompt: int = 7, *, end: bytes = b"\n\n") -> bytes:

@@ -163,7 +163,7 @@ def _timed(
     tree: Tree, options: Options, frozen: Frozen, records: Records, folder: Folder, result: Result, scope: Scope
 ) -> None:
     """Checks 16 to 19."""
-    report, newest = result.report, folder.newest()
+    report = result.report
     timed = {plan.name for plan in frozen.gates if plan.timing}
     receipts = [receipt for receipt in folder.receipts if receipt.gate in timed]
     run = Run(
@@ -172,7 +172,7 @@ def _timed(
         scope=scope,
         prefix=options.prefix,
         attempts=records.attempts,
-        newest={scope.arm: newest},
+        folders={scope.arm: folder},
         plan=None,
         report=report,
     )

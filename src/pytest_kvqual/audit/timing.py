@@ -101,9 +101,8 @@ def derive(run: Run, receipts: Sequence[Receipt]) -> list[GateResult]:
     for receipt in receipts:
         if receipt.outcome == "REFUSED" or receipt.gate not in _NAMED:
             continue
-        result = next(
-            (it for it in results if it.receipt == receipt.name), GateResult(gate=receipt.gate, required=True)
-        )
+        scratch = GateResult(gate=receipt.gate, required=True)
+        result = next((it for it in results if it.receipt == receipt.name), scratch)
         with run.report.reading(19, receipt.name):
             _evidence(run, receipt)
             if receipt.gate == "fidelity":
@@ -111,7 +110,7 @@ def derive(run: Run, receipts: Sequence[Receipt]) -> list[GateResult]:
             elif receipt.gate == "trial":
                 _trial(run, receipt, result, found)
             elif newest.get(receipt.gate) is receipt:
-                _superiority(run, receipt, result, receipts)
+                _superiority(run, receipt, result)
     return results
 
 
@@ -196,17 +195,18 @@ def _trial(run: Run, receipt: Receipt, result: GateResult, found: dict[str, Tria
     _compare(run, receipt, result, outcome, trial.objections.first(), trial.details(run.plan))
 
 
-def _superiority(run: Run, receipt: Receipt, result: GateResult, receipts: Sequence[Receipt]) -> None:
+def _superiority(run: Run, receipt: Receipt, result: GateResult) -> None:
     plan = run.plan
     if plan is None:
         raise DamagedError("found no plan, expected one")
     every = {(arm, block): trials.of_block(run, arm, block) for arm, block in plans.trials(plan)}
-    for one in receipts:
-        # A gate that was blind in this block, as its receipt says, made nothing that may be used.
-        block = one.details.get("block")
-        trial = every.get((run.scope.arm, block)) if one.gate == "trial" and type(block) is int else None
-        if trial is not None and not trial.why and one.outcome != "PASS":
-            trial.void = one.figure
+    for arm in plan.arms:
+        for one in run.folder(arm).receipts:
+            # A gate that was blind in this block, as its receipt says, made nothing that may be used.
+            block = one.details.get("block")
+            trial = every.get((arm, block)) if one.gate == "trial" and type(block) is int else None
+            if trial is not None and not trial.why and one.outcome != "PASS":
+                trial.void = one.figure
     derived = superiority.derive(plan, run.scope.arm, every)
     _null(run, receipt, not derived.objections.idle)
     outcome = derived.objections.outcome(missed=_missed(receipt))

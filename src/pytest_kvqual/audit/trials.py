@@ -21,7 +21,7 @@ from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import DamagedError, Tree, canonical, parse, sha256
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.plans import Plan, decimal
-from pytest_kvqual.audit.receipts import Receipt, Scope, required_before
+from pytest_kvqual.audit.receipts import Folder, Receipt, Scope, required_before
 from pytest_kvqual.audit.recording import Verified, verify
 from pytest_kvqual.audit.shapes import integer, shown, table
 
@@ -45,7 +45,7 @@ class Run:
     scope: Scope
     prefix: str
     attempts: Mapping[str, Attempt]
-    newest: dict[str, Mapping[str, Receipt]]
+    folders: dict[str, Folder]
     plan: Plan | None
     report: Report
     verified: dict[tuple[str, str], Verified] = field(default_factory=dict)
@@ -55,12 +55,17 @@ class Run:
         return f"{self.prefix}{arm}-{self.scope.length}-{self.scope.cache_bytes}"
 
     def receipts(self, arm: str) -> Mapping[str, Receipt]:
-        """The newest receipts of an arm; another arm's are read without a word about what is wrong with them."""
-        if arm not in self.newest:
-            folder = self.bundle(arm)
-            there = self.tree.kind(stored.FOLDER, folder) == "folder"
-            self.newest[arm] = stored.read_folder(self.tree, folder, Report()).newest() if there else {}
-        return self.newest[arm]
+        """The newest receipts of an arm."""
+        return self.folder(arm).newest()
+
+    def folder(self, arm: str) -> Folder:
+        """Every receipt of an arm; another arm's are read without a word about what is wrong with them."""
+        if arm not in self.folders:
+            name = self.bundle(arm)
+            there = self.tree.kind(stored.FOLDER, name) == "folder"
+            nothing = Folder(name=name, receipts=(), numbers={})
+            self.folders[arm] = stored.read_folder(self.tree, name, Report()) if there else nothing
+        return self.folders[arm]
 
     def judgment(self, arm: str, gate: str) -> str | None:
         """The digest that a record of a timing gate must carry; None where the arm has no receipts here."""
