@@ -329,7 +329,9 @@ class _Writer:
         for path in paths:
             files = [path / "trial.json", path / "trial-identity.json", path / "warm-up.jsonl"]
             files += sorted(path.glob("cell-*.jsonl"))
-            files += [path.parent / "attempt-1" / name for name in ("identity.json", "dispatch.json", "reference.jsonl")]
+            files += [
+                path.parent / "attempt-1" / name for name in ("identity.json", "dispatch.json", "reference.jsonl")
+            ]
             evidence |= {f"{it.parent.parent.name}/{it.parent.name}/{it.name}": sha256_file(it) for it in files}
         statement = statement_of(
             verdict, self._scope(run, "candidate"), order=order, evidence=evidence,
@@ -440,7 +442,14 @@ def _read_around(recordings: Mapping[str, Sequence[Line]]) -> dict[str, object]:
     """Taps and counters before and after each load."""
     taps, counters = [], []
     totals = dict.fromkeys(
-        ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "preemptions", "ttft_count"),
+        (
+            "prompt_tokens",
+            "generation_tokens",
+            "prefix_cache_queries",
+            "prefix_cache_hits",
+            "preemptions",
+            "ttft_count",
+        ),
         0,
     )
     ended, waited = 0, 0.0
