@@ -184,7 +184,7 @@ def _attempt(
     identity(arm.name, rank)
     bundle.write("identity.json", {"schema": 1, "arm": arm.name, "ranks": [rank], "sockets": [["127.0.0.1", 1]]})
     again = {key: rank[key] for key in ("parameters", "scales") if key in rank}
-    after = {"ranks": [{"rank": 0, **again}], "taps": [{"installed": False, "faults": 0, "held": 0}]}
+    after: dict[str, object] = {"ranks": [{"rank": 0, **again}], "taps": [{"installed": False, "faults": 0, "held": 0}]}
     bundle.write("identity-after.json", {"schema": 1, "arm": arm.name, **after})
     serial = iter(range(10_000))
 

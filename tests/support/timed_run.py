@@ -325,7 +325,7 @@ class _Writer:
         return superiority.Trial(valid=valid, why="" if valid else verdict.figure, figures=figures)
 
     def _receipt(self, run: AuditedRun, verdict: Verdict, order: int, *paths: Path) -> None:
-        evidence = {}
+        evidence: dict[str, str] = {}
         for path in paths:
             files = [path / "trial.json", path / "trial-identity.json", path / "warm-up.jsonl"]
             files += sorted(path.glob("cell-*.jsonl"))
