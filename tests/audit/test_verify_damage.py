@@ -187,8 +187,10 @@ def event_in_rest(lines: list[Line]) -> None:
 
 def padding(lines: list[Line]) -> None:
     """The unused bits of the last base64 digit are set: the same bytes, other text."""
-    line = next(line for line in lines[1:-1] if any(text.endswith("==") for _, text in line["events"]))
-    event = next(event for event in line["events"] if event[1].endswith("=="))
+    line = lines[1]
+    put(line, 0, chunk([100], text="x" * ((1 - len(raw(line, 0))) % 3 + 1)))
+    event = line["events"][0]
+    assert event[1].endswith("==")
     digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
     event[1] = event[1][:-3] + digits[digits.index(event[1][-3]) + 1] + "=="
 
