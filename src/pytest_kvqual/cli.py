@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "audit", _audit, "re-derive every verdict of a run directory from its raw records; fail unless it passes"
     )
     add_audit_arguments(audit)
-    verify = command("verify", _verify, "read recordings again with code of its own, and recompute every figure")
+    verify = command("verify", _verify, "read recordings again, with code of its own; fail unless each is consistent")
     add_verify_arguments(verify)
     replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
@@ -159,6 +159,12 @@ def _report(args: argparse.Namespace) -> int:
     for line in found.lines:
         print(line)
     return 0 if found.passed else 1
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from pytest_kvqual.audit.recording import run
+
+    return run(args)
 
 
 def _audit(args: argparse.Namespace) -> int:

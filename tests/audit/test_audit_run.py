@@ -421,12 +421,10 @@ def _trial(run: AuditedRun, outcome: Outcome, order: int = 3) -> None:
 
 
 def test_timing_is_allowed_where_every_gate_above_it_stands(tmp_path: Path) -> None:
-    """With every gate above it derived again as PASS, a timing receipt is no finding."""
+    """Below gates that all derive as PASS a timing receipt may be there; without recordings it does not stand."""
     run = write_run(tmp_path, gates=TRIAL)
     _trial(run, Outcome.PASS)
-    result = _audit(run)
-    assert result.report.of(16) == []
-    assert result.timing == "allowed"
+    assert _checks(_audit(run)) == {19}
 
 
 @pytest.mark.parametrize(
