@@ -451,6 +451,7 @@ def _line(
     events: list[tuple[int, bytes]] = []
     whole: list[bytes] = []
     headers_ns: int | None = None
+    before = 0
     for time, data in zip(times, reads, strict=True):
         try:
             reader.feed(data)
@@ -461,10 +462,18 @@ def _line(
             headers_ns = time - zero
         for piece in pieces:
             if reader.status == 200:
-                events += [(time - zero, event) for event in splitter.feed(piece)]
+                pending = splitter.pending
+                for event in splitter.feed(piece):
+                    # The time is that of the read with the event's last byte, which may be a CR of the read before.
+                    events.append((before if len(event) <= pending else time - zero, event))
+                    pending = 0
+                before = time - zero
             else:
                 whole.append(piece)
         pieces.clear()
+
+    if reader.status == 200:
+        events += [(before, event) for event in splitter.finish()]
 
     def after_zero(name: str) -> int | None:
         stamp = meta.get(name)
