@@ -259,10 +259,15 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
         if header.get(key) != wanted:
             own.find(1, f"{name}: {key}: found {header.get(key)!r}, expected {wanted!r}")
     about = header.get("about")
-    for key, wanted in (("arm", expected.arm), ("block", expected.block), ("plan_sha256", expected.plan_sha256)):
+    declared: tuple[tuple[str, object], ...] = (
+        ("arm", expected.arm),
+        ("block", expected.block),
+        ("plan_sha256", expected.plan_sha256),
+    )
+    for key, value in declared:
         found = about.get(key) if isinstance(about, Mapping) else None
-        if found != wanted:
-            own.find(1, f"{name}: {key}: found {found!r}, expected {wanted!r}")
+        if found != value:
+            own.find(1, f"{name}: {key}: found {found!r}, expected {value!r}")
     for record in recording.requests:
         if record["failure"] is None and isinstance(limit := record["max_tokens"], int):
             hidden = content_failure([raw for _, raw in events_of(record, origin=name)], limit)
