@@ -63,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         "audit", _audit, "re-derive every verdict of a run directory from its raw records; fail unless it passes"
     )
     add_audit_arguments(audit)
+    metrics = command("metrics", _metrics, "print the figures of a recording, each with its unit")
+    metrics.add_argument("file", type=Path, metavar="RECORD", help="a cell-….jsonl of an attempt")
+    metrics.add_argument("--formulas", action="store_true", help="print the definition under each figure")
     replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
 
@@ -133,6 +136,14 @@ def _audit(args: argparse.Namespace) -> int:
     from pytest_kvqual.audit.command import run
 
     return run(args)
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    from pytest_kvqual.report.metrics import metrics
+
+    for line in metrics(args.file, formulas=args.formulas):
+        print(line)
+    return 0
 
 
 def _replay(args: argparse.Namespace) -> int:
