@@ -59,7 +59,11 @@ def test_what_is_no_recording_is_one_line(
 def test_the_document_has_every_definition() -> None:
     """Each formula string stands in it letter for letter, and each field and failure by name."""
     text = DOCUMENT.read_text()
-    wanted = [FORMULAS[name] for name in FORMULAS if not name.startswith("burst_") and not name.endswith(("_p50", "_p90", "_p99"))]
+    wanted = [
+        FORMULAS[name]
+        for name in FORMULAS
+        if not name.startswith("burst_") and not name.endswith(("_p50", "_p90", "_p99"))
+    ]
     assert len(wanted) == 10
     assert [formula for formula in wanted if f"`{formula}`" not in text] == []
     assert [name for name in (*HEADER, *REQUEST, *END, *FAILURES) if f"`{name}`" not in text] == []
