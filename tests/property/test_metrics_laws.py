@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -31,7 +32,7 @@ def test_events_do_not_depend_on_the_reads(stream: bytes, cuts: list[int]) -> No
     splitter, found = Splitter(), []
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
     fed, ends = 0, []
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in itertools.pairwise(places):
         pending = splitter.pending
         for event in splitter.feed(stream[begin:end]):
             # The read that has an event's last byte can be told.

@@ -13,7 +13,7 @@ from recorded import MS, answer, encoded, lines, request
 
 from pytest_kvqual._canonical import sha256_bytes
 from pytest_kvqual.faults.trial import FAULTS
-from pytest_kvqual.judge.gates import trial
+from pytest_kvqual.judge.gates import trial as gate
 from pytest_kvqual.judge.verdict import Verdict
 from pytest_kvqual.study.model import Cell, Comparison, TimingRules
 from pytest_kvqual.study.panels import Panel, PanelItem
@@ -75,12 +75,12 @@ class Records:
     trial: dict[str, Any]
     identity: dict[str, Any]
     recordings: dict[str, list[dict[str, Any]]]
-    expected: trial.Expected
+    expected: gate.Expected
     rules: TimingRules = RULES
 
-    def evidence(self) -> trial.Evidence:
+    def evidence(self) -> gate.Evidence:
         """As the judge gets them."""
-        return trial.Evidence(
+        return gate.Evidence(
             trial=self.trial,
             identity=self.identity,
             recordings={name: encoded(documents) for name, documents in self.recordings.items()},
@@ -99,7 +99,7 @@ class Records:
 
     def judge(self, faults: tuple[str, ...] = tuple(FAULTS)) -> Verdict:
         """The verdict."""
-        return trial.judge(self.rules, TIMED, PARITY, evidence=self.evidence(), expected=self.expected, faults=faults)
+        return gate.judge(self.rules, TIMED, PARITY, evidence=self.evidence(), expected=self.expected, faults=faults)
 
 
 def _load(name: str, rows: list[tuple[str, str, int]], **header: Any) -> list[dict[str, Any]]:
@@ -140,16 +140,16 @@ def good() -> Records:
         recordings[cell.name] = _load(
             cell.name, rows, mode=cell.mode, concurrency=cell.concurrency, trace_sha256=digests[cell.name]
         )
-    recordings[trial.WARM_UP] = _load(
-        trial.WARM_UP,
+    recordings[gate.WARM_UP] = _load(
+        gate.WARM_UP,
         [(f"warm-up-{index:04d}", f"w{index}", index) for index in range(2)],
         mode="closed",
         concurrency=2,
     )
     counters: list[dict[str, Any]] = []
     ended = 0
-    for name in (trial.WARM_UP, "open", "closed"):
-        before = "before-warm-up" if name == trial.WARM_UP else f"before {name}"
+    for name in (gate.WARM_UP, "open", "closed"):
+        before = "before-warm-up" if name == gate.WARM_UP else f"before {name}"
         for when, more in ((before, 0), (f"after {name}", len(recordings[name]) - 2)):
             ended += more
             values = {
@@ -169,7 +169,7 @@ def good() -> Records:
         {"id": f"q{index}", "order": "forward", "index": index, "token_ids": SERIAL, "finish_reason": "length"}
         for index in range(2)
     ]
-    expected = trial.Expected(
+    expected = gate.Expected(
         arm="candidate", length=1024, block=3, plan_sha256=PLAN, judgment=JUDGMENT, traces=data, trace_sha256=digests,
         kernels=KERNELS, identity=IDENTITY, reference=reference,
     )  # fmt: skip

@@ -36,8 +36,8 @@ class RequestFigures:
     ``token_ids`` are the output's, invisible ones included; ``per_event`` the number of tokens of each event that
     brought any, ``gaps_ns`` the times between successive single-token events: an event of several tokens has no gaps of
     its own. ``first_ns`` and ``last_ns`` are the times of the first and the last event with tokens. Of a failed request
-    the figures are what arrived; ``ttft_…``, ``tpot_ns`` and ``e2e_ns`` are None where there is none, and ``lateness_ns`` of a request that was
-    cancelled before it was dispatched.
+    the figures are what arrived. ``ttft_…``, ``tpot_ns`` and ``e2e_ns`` are None where there is none, ``lateness_ns``
+    where the request was cancelled before it was dispatched.
     """
 
     request: str

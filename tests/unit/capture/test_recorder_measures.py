@@ -150,5 +150,6 @@ def test_lines_that_end_with_a_carriage_return(record: Replay) -> None:
     (line,) = record(stream(*parts), [0]).requests
     found = figures(line)
     assert (found.failure, found.tokens, line["rest"]) == (None, 3, "")
-    assert found.ttft_send_ns is not None and found.ttft_send_ns < 90 * MS
+    assert found.ttft_send_ns is not None
+    assert found.ttft_send_ns < 90 * MS
     assert b"".join(base64.b64decode(raw) for _, raw in line["events"]) == b"".join(parts)  # type: ignore[attr-defined]

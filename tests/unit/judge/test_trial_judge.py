@@ -7,13 +7,14 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import MS, event
-from trial_records import Records, expecting, good
+from trial_records import PARITY, TIMED, Records, expecting, good
 
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual.faults.trial import FAULTS
@@ -32,7 +33,8 @@ def test_a_good_trial_passes_and_every_fault_is_caught() -> None:
     assert (verdict.outcome, verdict.findings) == (Outcome.PASS, ())
     assert [it.fault for it in verdict.poison] == list(FAULTS)
     assert all(it.caught for it in verdict.poison)
-    assert verdict.null is not None and verdict.null.passed
+    assert verdict.null is not None
+    assert verdict.null.passed
     cells: Any = verdict.details["cells"]
     assert set(cells) == {"open", "closed"}
     assert cells["open"]["figures"]["tpot_p50"] == f"{10 * MS}/1"
@@ -47,16 +49,10 @@ def test_a_fault_is_caught_by_its_own_rule(name: str) -> None:
     planted = FAULTS[name].plant(records.evidence())
     assert planted is not None
     verdict = trial.judge(
-        records.rules, *_panels(), evidence=planted, expected=records.expected, faults=()
+        records.rules, TIMED, PARITY, evidence=planted, expected=records.expected, faults=()
     )  # fmt: skip
     assert FAULTS[name].rule in rules_of(verdict)
     assert verdict.outcome is not Outcome.PASS
-
-
-def _panels() -> tuple[Any, Any]:
-    from trial_records import PARITY, TIMED
-
-    return TIMED, PARITY
 
 
 def fail(records: Records, cell: str, *places: int) -> None:
@@ -109,9 +105,7 @@ def other_prompt_tokens(records: Records) -> None:
             at, raw = line["events"][-2]
             changed = base64.b64decode(raw).replace(b'"prompt_tokens": 5', b'"prompt_tokens": 6')
             line["events"][-2] = [at, base64.b64encode(changed).decode()]
-        records.from_on(
-            f"after {name}", lambda it, more=len(document) - 2: it.update(prompt_tokens=it["prompt_tokens"] + more)
-        )  # type: ignore[misc]
+        counter(f"after {name}", "prompt_tokens", len(document) - 2)(records)
 
 
 def counter(when: str, key: str, more: float) -> Callable[[Records], None]:
@@ -132,6 +126,11 @@ def about(key: str, value: object) -> Callable[[Records], None]:
 def line(cell: str, place: int, key: str, value: object) -> Callable[[Records], None]:
     """Another value in a request's line."""
     return lambda it: it.recordings[cell][place].update({key: value})
+
+
+def unlike(key: str) -> Callable[[Records], None]:
+    """Another value of the server's identity."""
+    return lambda it: it.identity["ranks"][0].update({key: "other"})
 
 
 BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
@@ -166,7 +165,7 @@ BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
     "kernels read once": (5, lambda it: it.trial["dispatch"].pop()),
     "no kernels qualified": (5, lambda it: expecting(it, kernels=[])),
     **{
-        f"other {key}": (6, (lambda key: lambda it: it.identity["ranks"][0].update({key: "other"}))(key))
+        f"other {key}": (6, unlike(key))
         for key in ("layers", "attention_backend", "attention_impl", "pool_bytes", "parameters", "scales", "settings")
     },
     "a rank less": (6, lambda it: it.identity["ranks"].pop()),
@@ -210,8 +209,6 @@ def test_failures_within_the_share_pass() -> None:
 
 def test_a_warm_plan_may_find_prefixes() -> None:
     """Only a cold plan forbids them; its seeded fault then has nothing to say, and no rule is broken."""
-    from dataclasses import replace
-
     records = good()
     records.rules = replace(records.rules, cold=False)
     counter("after open", "prefix_cache_hits", 16)(records)
@@ -231,8 +228,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 GOOD = good()
-WHOLE = {"trial": GOOD.trial, "identity": GOOD.identity, "open": GOOD.recordings["open"]}
-JUNK = st.sampled_from(
+WHOLE: dict[str, Any] = {"trial": GOOD.trial, "identity": GOOD.identity, "open": GOOD.recordings["open"]}
+JUNK: st.SearchStrategy[Any] = st.sampled_from(
     [None, True, -1, 0, 1.5, float("nan"), float("inf"), 10**400, 2**70, "", "x", [], {}, [[]], [{}], {"a": 1}, [None]]
 )
 
@@ -255,7 +252,7 @@ def test_malformed_evidence_never_raises(place: tuple[Any, ...], junk: Any, remo
         trial=whole["trial"], identity=whole["identity"], recordings={**evidence.recordings, "open": data}
     )
     verdict = trial.judge(
-        GOOD.rules, *_panels(), evidence=evidence, expected=GOOD.expected, faults=tuple(FAULTS)
+        GOOD.rules, TIMED, PARITY, evidence=evidence, expected=GOOD.expected, faults=tuple(FAULTS)
     )  # fmt: skip
     assert isinstance(verdict, Verdict)
 
@@ -271,7 +268,7 @@ def test_a_recording_that_is_missing_or_broken_is_a_gap(missing: str, data: byte
         recordings[missing] = data
     damaged = trial.Evidence(trial=records.trial, identity=records.identity, recordings=recordings)
     verdict = trial.judge(
-        records.rules, *_panels(), evidence=damaged, expected=records.expected, faults=tuple(FAULTS)
+        records.rules, TIMED, PARITY, evidence=damaged, expected=records.expected, faults=tuple(FAULTS)
     )  # fmt: skip
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert 3 in rules_of(verdict)

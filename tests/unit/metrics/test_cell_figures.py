@@ -90,8 +90,7 @@ def test_an_outlier_moves_no_median() -> None:
 
 
 def test_a_refused_load_is_not_fast() -> None:
-    """Of ten requests five are refused after 1 ms: the median is the slower half's, and all percentiles above are
-    infinite."""
+    """Of ten requests five are refused after 1 ms: the median is a slow one, what is above is infinite."""
     requests = [failed("refused", end_ns=MS, name=str(it), status=None) for it in range(5)]
     found = summary([*requests, *(ok(SECOND, name=str(it)) for it in range(5, 10))])
     assert (found.offered, found.completed, dict(found.failed)) == (10, 5, {"refused": 5})

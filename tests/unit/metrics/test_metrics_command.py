@@ -53,7 +53,8 @@ def test_what_is_no_recording_is_one_line(
     assert cli.main(["metrics", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("kvqual metrics: ") and err.count("\n") == 1
+    assert err.startswith("kvqual metrics: ")
+    assert err.count("\n") == 1
 
 
 def test_the_document_has_every_definition() -> None:

@@ -42,7 +42,12 @@ def change(line: int, key: str, value: object) -> Callable[[list[dict[str, Any]]
     return apply
 
 
-REFUSED: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+def without(line: int, key: str) -> Callable[[list[dict[str, Any]]], object]:
+    """Removes one value."""
+    return lambda documents: documents[line].pop(key)
+
+
+REFUSED: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "schema": change(0, "schema", 2),
     "schema of another type": change(0, "schema", True),
     "mode": change(0, "mode", "ajar"),
@@ -78,11 +83,11 @@ REFUSED: dict[str, Callable[[list[dict[str, Any]]], None]] = {
     "unknown failure": change(3, "failed", {"other": 1}),
     "end": change(3, "end_ns", None),
     "unknown key": change(1, "more", 1),
-    "no footer": lambda documents: documents.pop() and None,
-    "request left out": lambda documents: documents.pop(1) and None,
-    **{f"header without {key}": (lambda key: lambda it: it[0].pop(key) and None)(key) for key in HEADER},
-    **{f"request without {key}": (lambda key: lambda it: it[1].pop(key) and None)(key) for key in REQUEST},
-    **{f"end without {key}": (lambda key: lambda it: it[3].pop(key) and None)(key) for key in END},
+    "no footer": lambda documents: documents.pop(),
+    "request left out": lambda documents: documents.pop(1),
+    **{f"header without {key}": without(0, key) for key in HEADER},
+    **{f"request without {key}": without(1, key) for key in REQUEST},
+    **{f"end without {key}": without(3, key) for key in END},
 }
 
 

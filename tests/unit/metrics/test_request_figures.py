@@ -149,7 +149,8 @@ def test_a_stream_that_is_no_complete_answer(events: list[bytes], kind: str) -> 
     found = content_failure(events, 128)
     assert found is not None
     assert found[0] == kind
-    assert found[1] and found[1].isprintable()
+    assert found[1]
+    assert found[1].isprintable()
 
 
 @pytest.mark.parametrize(

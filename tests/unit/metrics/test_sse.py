@@ -66,8 +66,7 @@ def test_keep_alive_comments_carry_nothing() -> None:
 
 
 def test_a_carriage_return_at_the_end_of_a_read_waits_for_the_next() -> None:
-    """CR may be half of CR LF: the event has the same bytes however the reads fall, and ``pending`` says where it
-    ended."""
+    """The bytes of an event do not depend on the reads, and ``pending`` says in which one it ended."""
     splitter = Splitter()
     assert splitter.feed(b"data: a\r\n\r") == []
     assert splitter.feed(b"\ndata: b\r\r") == [b"data: a\r\n\r\n"]

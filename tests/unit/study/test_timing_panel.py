@@ -59,7 +59,7 @@ def test_a_panel_of_cold_prompts_is_accepted() -> None:
         (changed(panel(), 12, prompt=(7, 7, 7, 7, 7)), "the canary 'q0' with another prompt than 'q0'"),
         (changed(panel(), 12, expected="q9"), "the canary 'q0' with another prompt than 'q9'"),
     ],
-    ids=["measured", "warm-up", "canaries", "sent twice", "warm-up is measured", "one prefix", "canary", "no reference"],
+    ids=["measured", "warm-up", "canaries", "sent twice", "warmed up", "one prefix", "canary", "no reference"],
 )  # fmt: skip
 def test_a_panel_that_times_warm_prompts_is_one_line(found: Panel, words: str) -> None:
     """Too few prompts, a block that was seen before it is measured, or a canary without its reference."""

@@ -272,8 +272,8 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
         if record["failure"] is None and isinstance(limit := record["max_tokens"], int):
             hidden = content_failure([raw for _, raw in events_of(record, origin=name)], limit)
             if hidden is not None:
-                own.find(3, f"{name}, {record['request']}: found a completed request, expected the failure {hidden[0]}: "
-                            f"{hidden[1]}")  # fmt: skip
+                own.find(3, f"{name}, {record['request']}: found a completed request, expected the failure "
+                            f"{hidden[0]}: {hidden[1]}")  # fmt: skip
     summary = summarise(recording)
     if summary.offered != summary.completed + sum(summary.failed.values()):
         own.find(3, f"{name}: found {summary.completed} completed and {sum(summary.failed.values())} failed of "
