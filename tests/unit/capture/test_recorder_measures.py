@@ -67,9 +67,12 @@ def slow(seconds: float) -> Handler:
 
 def test_an_open_loop_waits_for_nobody(record: Replay) -> None:
     """Three arrivals at once are in flight together: none waits for another's answer."""
-    found = [figures(it) for it in record(slow(0.15), [0, 0, 0]).requests]
+    requests = record(slow(0.15), [0, 0, 0]).requests
+    found = [figures(it) for it in requests]
     assert all(it.completed for it in found)
-    assert all(150 * MS <= (it.ttft_intended_ns or 0) < 440 * MS for it in found)
+    first = min(it.first_ns or 0 for it in found)
+    assert first >= 150 * MS
+    assert all(isinstance(it["send_end_ns"], int) and it["send_end_ns"] < first for it in requests)
 
 
 def test_a_closed_loop_counts_no_wait_for_a_slot(record: Replay) -> None:
@@ -77,7 +80,7 @@ def test_a_closed_loop_counts_no_wait_for_a_slot(record: Replay) -> None:
     found = record(slow(0.05), 3, 1)
     ends = [it["end_ns"] for it in found.requests]
     assert [it["intended_ns"] for it in found.requests] == [0, *ends[:2]]
-    assert all(50 * MS <= (figures(it).ttft_intended_ns or 0) < 140 * MS for it in found.requests)
+    assert all((figures(it).ttft_intended_ns or 0) >= 50 * MS for it in found.requests)
 
 
 def test_a_wall_clock_that_steps_back_changes_no_duration(record: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +153,5 @@ def test_lines_that_end_with_a_carriage_return(record: Replay) -> None:
     (line,) = record(stream(*parts), [0]).requests
     found = figures(line)
     assert (found.failure, found.tokens, line["rest"]) == (None, 3, "")
-    assert found.ttft_send_ns is not None
-    assert found.ttft_send_ns < 90 * MS
+    assert len({at for at, _ in line["events"]}) == len(parts)  # type: ignore[attr-defined]
     assert b"".join(base64.b64decode(raw) for _, raw in line["events"]) == b"".join(parts)  # type: ignore[attr-defined]
