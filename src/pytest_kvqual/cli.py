@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     add_audit_arguments(audit)
     verify = command("verify", _verify, "read recordings again, with code of its own; fail unless each is consistent")
     add_verify_arguments(verify)
+    metrics = command("metrics", _metrics, "print the figures of a recording, each with its unit")
+    metrics.add_argument("file", type=Path, metavar="RECORD", help="a cell-….jsonl of an attempt")
+    metrics.add_argument("--formulas", action="store_true", help="print the definition under each figure")
     replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
 
@@ -171,6 +174,14 @@ def _verify(args: argparse.Namespace) -> int:
     from pytest_kvqual.audit.recording import run
 
     return run(args)
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    from pytest_kvqual.report.metrics import metrics
+
+    for line in metrics(args.file, formulas=args.formulas):
+        print(line)
+    return 0
 
 
 def _replay(args: argparse.Namespace) -> int:
