@@ -48,6 +48,18 @@ def _parser() -> argparse.ArgumentParser:
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
     freeze.add_argument("--check", action="store_true", help="write nothing; fail unless the lock matches")
+    trace = command("trace", _trace, "write the traces that the timing plans of a study name, and print their digests")
+    study_of(trace)
+    trace.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
+    trace.add_argument(
+        "--arrivals", action="append", default=[], metavar="CELL=FILE",
+        help="the arrivals of a cell of kind file: one a line, in whole nanoseconds",
+    )  # fmt: skip
+    plan = command(
+        "plan", _plan, "write the timing plans of a study, and print the trials in order and what they can show"
+    )
+    study_of(plan)
+    plan.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
     model = command("model", _model, "build or verify the model folder of a study, and print its path")
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
@@ -99,6 +111,22 @@ def _freeze(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.freeze import freeze_command
 
     print(freeze_command(args.study, check=args.check))
+    return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from pytest_kvqual.study.timing_files import trace_command
+
+    for line in trace_command(args.study, check=args.check, arrivals=args.arrivals):
+        print(line)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from pytest_kvqual.study.timing_files import plan_command
+
+    for line in plan_command(args.study, check=args.check, default=DEFAULT_STUDY):
+        print(line)
     return 0
 
 

@@ -24,6 +24,7 @@ from pytest_kvqual.errors import EvidenceError, LockError
 from pytest_kvqual.study.load import STUDY_FILE, load_study, studies_folder
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import check_files
+from pytest_kvqual.study.timing_files import check_timing_files
 
 __all__ = ["LOCK_FILE", "Lock", "freeze", "freeze_command", "keep", "lock_path", "verify_lock"]
 
@@ -61,10 +62,12 @@ def freeze(study: Study) -> Path:
     """Write the study's lock over any earlier one, whole or not at all, and return its path.
 
     Raises:
-        StudyError: A panel or scales file does not fit the study.
+        StudyError: A panel or scales file does not fit the study; a trace or plan is not what ``kvqual trace`` and
+            ``kvqual plan`` write.
         LockError: A file cannot be read, or the lock cannot be written.
     """
     check_files(study)
+    check_timing_files(study)
     path = lock_path(study)
     data = pretty_bytes(_content(study))
     # The process id keeps two freezes of one study from writing into each other's file.
@@ -166,6 +169,7 @@ def freeze_command(name_or_path: str, *, check: bool) -> str:
     path = lock_path(study)
     if check:
         check_files(study)
+        check_timing_files(study)
         said = "matches"
     else:
         before = path.read_bytes() if path.is_file() else None
