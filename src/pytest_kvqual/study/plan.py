@@ -485,9 +485,7 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
             )
         better = better_of(it.metric)
         if better is None:
-            raise StudyError(
-                f"{place}.metric: found '{it.metric}', expected a figure of the arm: it tells the client's"
-            )
+            raise StudyError(f"{place}.metric: found '{it.metric}', expected a figure of what an arm does")
         if it.better != better:
             raise StudyError(f"{place}.better: found '{it.better}', expected '{better}' for {it.metric}")
         _population(rules, cells[it.cell], it.metric, place)
@@ -535,7 +533,7 @@ def _reachable(rules: TimingRules, size: int, origin: str) -> Reachable:
     if p > level:
         raise StudyError(
             f"{origin}: blocks: found {rules.blocks}, whose sign test has p = {float(p):.6g} if all agree, expected at "
-            f"most {float(level):.6g}, Holm's smallest level of {count} comparisons at {rules.alpha:g}",
+            f"most {float(level):.6g}, Holm's smallest level in a family of {count} at {rules.alpha:g}",
             advice=advice,
         )
     if order is None:
