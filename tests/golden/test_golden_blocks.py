@@ -24,7 +24,12 @@ def computed(figure: str, arguments: list[str]) -> list[Fraction]:
     exact = plan.coverage(count, first)
     if exact > 0:
         found = median_interval([Fraction(it) for it in range(1, count + 1)], confidence=exact)
-        assert (found.order, found.coverage, found.lower, found.upper) == (first, exact, first, count + 1 - first)
+        assert (found.order, found.coverage, found.lower, found.upper) == (
+            first,
+            exact,
+            Fraction(first),
+            Fraction(count + 1 - first),
+        )
     return [exact]
 
 

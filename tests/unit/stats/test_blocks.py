@@ -30,7 +30,7 @@ def test_what_is_no_time_has_no_effect(value: Fraction | float | None) -> None:
 
 
 def test_the_sign_test_is_the_enumeration_of_all_signs() -> None:
-    """p is the share of all sign patterns that are at least as one-sided, for every count of up to 8 blocks."""
+    """P is the share of all sign patterns that are at least as one-sided, for every count of up to 8 blocks."""
     for count in range(1, 9):
         patterns = list(product((0, 1), repeat=count))
         for above in range(count + 1):
@@ -53,10 +53,20 @@ def test_a_tie_counts_for_the_side_that_is_less_frequent() -> None:
 def test_the_interval_is_the_narrowest_that_covers_enough() -> None:
     """Six effects need their whole range at 95 %, and at 75 % the second to the fifth."""
     whole = median_interval(TENTHS, confidence=0.95)
-    assert (whole.lower, whole.upper, whole.order, whole.coverage) == (Fraction(3, 5), Fraction(9, 10), 1, 31 / 32)
+    assert (whole.lower, whole.upper, whole.order, whole.coverage) == (
+        Fraction(3, 5),
+        Fraction(9, 10),
+        1,
+        Fraction(31, 32),
+    )
     assert whole.median == Fraction(8, 10)
     inner = median_interval(TENTHS, confidence=0.75)
-    assert (inner.lower, inner.upper, inner.order, inner.coverage) == (Fraction(7, 10), Fraction(9, 10), 2, 25 / 32)
+    assert (inner.lower, inner.upper, inner.order, inner.coverage) == (
+        Fraction(7, 10),
+        Fraction(9, 10),
+        2,
+        Fraction(25, 32),
+    )
     assert median_interval(TENTHS, confidence=Fraction(31, 32)).order == 1
     assert median_interval([Fraction(1), Fraction(2), Fraction(4)], confidence=0.5).median == 2
 

@@ -14,7 +14,7 @@ def test_adjusted_values_are_step_down() -> None:
     found = holm([Fraction(1, 100), Fraction(4, 100), Fraction(3, 100), Fraction(5, 1000)])
     assert found == (Fraction(3, 100), Fraction(6, 100), Fraction(6, 100), Fraction(2, 100))
     assert holm([Fraction(1, 32)]) == (Fraction(1, 32),)
-    assert holm([Fraction(1, 2), Fraction(3, 4)]) == (1, 1)
+    assert holm([Fraction(1, 2), Fraction(3, 4)]) == (Fraction(1), Fraction(1))
 
 
 @pytest.mark.parametrize("values", [[], [0.5], [Fraction(2)], [Fraction(-1, 2)]])

@@ -26,13 +26,15 @@ better. It is stronger than rule 6, decides nothing, and is per comparison: Holm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
+from pytest_kvqual._decode import one_line
+from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check, spelled
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.stats.blocks import MedianInterval, effect, median_interval, sign_test
 from pytest_kvqual.stats.holm import holm
@@ -215,7 +217,7 @@ def _effects(
             if trial is None:
                 missing.append((2, f"block {block} of '{arm}' was not timed"))
             elif not trial.valid:
-                missing.append((2, f"block {block} of '{arm}' is void: {trial.why or 'no reason given'}"))
+                missing.append((2, f"block {block} of '{arm}' is void: {one_line(trial.why) or 'no reason given'}"))
             else:
                 figures.append(trial.figures.get(key))
         if len(missing) > before:
@@ -238,7 +240,7 @@ def _null(plan: Plan, trials: Trials) -> tuple[Null, ...]:
                 if trial is None:
                     why = why or f"block {block} was not timed"
                 elif not trial.valid:
-                    why = why or f"block {block} is void: {trial.why or 'no reason given'}"
+                    why = why or f"block {block} is void: {one_line(trial.why) or 'no reason given'}"
             if not why:
                 first, second = (trial.figures.get((cell, metric)) for trial in both if trial is not None)
                 try:
@@ -320,8 +322,8 @@ def _line(plan: Plan, compared: Compared, null: tuple[Null, ...]) -> str:
         return f"{_named(compared.comparison)}: incomplete"
     noise = _noise(null, compared.comparison.cell, compared.comparison.metric)
     return (
-        f"{_named(compared.comparison)}: median ratio {float(interval.median):.3f} [{float(interval.lower):.3f}, "
-        f"{float(interval.upper):.3f}] at {100 * float(interval.coverage):.1f} %, p = {float(p):.4g} (Holm "
+        f"{_named(compared.comparison)}: median ratio {_float(interval.median):.3f} [{_float(interval.lower):.3f}, "
+        f"{_float(interval.upper):.3f}] at {100 * float(interval.coverage):.1f} %, p = {float(p):.4g} (Holm "
         f"{float(p_holm):.4g} {'<=' if p_holm <= _exact(plan.alpha) else '>'} {plan.alpha:g}); screen "
         f"{_percent(plan.practical)}: {'met' if compared.screen else 'not met'}; claim: "
         f"{'supported' if compared.claim else 'not supported'}; A/A {'none' if noise is None else _percent(noise)}"
@@ -342,7 +344,7 @@ def _details(plan: Plan, arm: str, found: _Found) -> dict[str, object]:
                 "cell": it.cell,
                 "metric": it.metric,
                 "effect": _text(it.effect),
-                "float": None if it.effect is None else float(it.effect),
+                "float": None if it.effect is None else spelled(_float(it.effect)),
             }
             for it in found.null
         ],
@@ -368,7 +370,7 @@ def _entry(compared: Compared) -> dict[str, object]:
         "better": comparison.better,
         "effects": {str(block): _text(value) for block, value in compared.effects.items()},
         **{name: _text(value) for name, value in numbers.items()},
-        "floats": {name: None if value is None else float(value) for name, value in numbers.items()},
+        "floats": {name: None if value is None else spelled(_float(value)) for name, value in numbers.items()},
         "order": None if interval is None else interval.order,
         "screen": None if interval is None else compared.screen,
         "claim": None if interval is None else compared.claim,
@@ -381,9 +383,17 @@ def _exact(value: float) -> Fraction:
     return Fraction(repr(float(value)))
 
 
+def _float(value: Fraction | float) -> float:
+    """The nearest float; infinity for a ratio beyond float64, which no clock gives."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _text(value: Fraction | None) -> str | None:
     return None if value is None else f"{value.numerator}/{value.denominator}"
 
 
 def _percent(share: float | Fraction) -> str:
-    return f"{100 * float(share):.3g} %"
+    return f"{100 * _float(share):.3g} %"
