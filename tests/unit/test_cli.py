@@ -43,7 +43,7 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
             "audit",
             "bound",
             "power",
-        )  # fmt: skip
+        )
     )
     assert not any(f"    {name} " in out for name in ("verify",))
 
