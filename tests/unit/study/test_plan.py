@@ -69,6 +69,12 @@ def test_what_a_plan_can_show_is_in_it() -> None:
     )
 
 
+def test_what_is_just_reached_is_reached() -> None:
+    """A p-value at Holm's level and a coverage at the confidence are enough, as decimals and not as binary numbers."""
+    made = timed_plan.plan(alpha=0.03125, confidence=0.96875)
+    assert (made.reachable.p, made.reachable.coverage) == (made.alpha, made.confidence)
+
+
 def test_the_order_of_the_interval_is_the_largest_that_covers_enough() -> None:
     """The next order would cover less than the confidence; where the range does not there is none."""
     assert plan.largest_order(12, Fraction(19, 20)) == 3
