@@ -22,7 +22,6 @@ from tiny_study import TOKENIZER, TinyStudy
 from pytest_kvqual._canonical import canonical_bytes, digest, pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
-from pytest_kvqual.faults.blocks import BLOCK_FAULTS
 from pytest_kvqual.faults.trial import FAULTS
 from pytest_kvqual.judge.gates import superiority, trial
 from pytest_kvqual.judge.permit import judgment_of
@@ -152,7 +151,7 @@ class _Writer:
         self._last = ""
 
     def write(self, change: Change, faster: bool) -> TimedRun:
-        files = {"panels/timing.json": _panel(), "plans/16.json": self.plan.data}
+        files = {"panels/timing.json": _panel(), "plans/16.json": self.plan.to_bytes()}
         files |= {f"traces/16-{name}.jsonl": data for name, data in self.data.items()}
         run = write_run(self.folder, gates=GATES + RULES, files=files, identity=_identity, more=self._more)
         found = TimedRun(run=run, plan=self.plan)
@@ -167,7 +166,9 @@ class _Writer:
             if arm == "candidate":
                 self._receipt(run, verdict, 3, found.attempts[arm, block])
         trials = {key: self._trial(found, key) for key in found.attempts}
-        found.superiority = superiority.judge(self.plan, arm="candidate", trials=trials, faults=tuple(BLOCK_FAULTS))
+        found.superiority = superiority.judge(
+            cast(Study, SimpleNamespace(name="tiny")), self.plan, arm="candidate", trials=trials
+        )
         self._receipt(run, found.superiority, 4, *found.attempts.values())
         return found
 
@@ -216,7 +217,8 @@ class _Writer:
         return judgment_of(self.study, "trial", self._scope(run, arm), self.receipts[arm])
 
     def _made(self, run: AuditedRun, arm: str, block: int, faster: bool) -> Made:
-        first = (10 if faster and arm == "candidate" else 20) * MS + block * MS // 100
+        # No two trials are alike.
+        first = (10 if faster and arm == "candidate" else 20) * MS + block * MS // 100 + ARMS.index(arm) * MS // 1000
         about: dict[str, object] = {
             "arm": arm,
             "length": LENGTH,
@@ -261,7 +263,7 @@ class _Writer:
     @property
     def plan_sha256(self) -> str:
         """The plan's digest."""
-        return sha256_bytes(self.plan.data)
+        return sha256_bytes(self.plan.to_bytes())
 
     def _base(self, prompt: str) -> int:
         """The first token of an answer: a canary's is that of the parity panel's item."""
@@ -386,16 +388,21 @@ def _rules(directory: Path) -> TimingRules:
     )
 
 
+# As many tokens as the server that these recordings are of counts in each prompt.
+_REST = (2, 3, 4, 5, 6, 7)
+
+
 def _panel() -> bytes:
     items: list[dict[str, object]] = [
-        {"id": f"measured-{place:02d}", "prompt": [1 + place, 2, 3], "max_tokens": 5, "grade": "measured"}
+        {"id": f"measured-{place:02d}", "prompt": [1 + place, *_REST], "max_tokens": 5, "grade": "measured"}
         for place in range(8)
     ]
     items += [
-        {"id": f"warm-{place}", "prompt": [50 + place, 2], "max_tokens": 5, "grade": "warm-up"} for place in range(2)
+        {"id": f"warm-{place}", "prompt": [50 + place, *_REST], "max_tokens": 5, "grade": "warm-up"}
+        for place in range(2)
     ]
     items += [
-        {"id": f"canary-{place}", "prompt": [90 + place], "max_tokens": 5, "grade": "canary", "expected": name}
+        {"id": f"canary-{place}", "prompt": [90 + place, *_REST], "max_tokens": 5, "grade": "canary", "expected": name}
         for place, name in enumerate(("p1", "p2"))
     ]
     document = {

@@ -18,7 +18,7 @@ from pytest_kvqual.audit.shapes import get, integer, items, shown, strings, tabl
 
 #: What a plan says as the study's rules say it.
 _AS_DECLARED: Final = (
-    "arms", "null_arm", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction",
+    "arms", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction",
     "server_ttft_ms", "failed_share", "cold",
 )  # fmt: skip
 _CELL: Final = ("name", "mode", "trace", "requests", "max_tokens", "concurrency", "rate")
@@ -149,7 +149,7 @@ def _plan(outer: Mapping[str, object], rules: Mapping[str, object], digest: str)
         arms=strings(outer, "arms", "plan"),
         blocks=blocks,
         measured=measured,
-        null_arm=text(outer, "null_arm", "plan"),
+        null_arm=text(rules, "null_arm", "timing"),
         null_pairs=pairs,
         comparisons=family,
         cells={text(cell, "name", "cell"): cell for cell in cells},

@@ -47,6 +47,9 @@ def check(run: Run, receipts: Sequence[Receipt], gates: Sequence[GateResult]) ->
     for receipt in receipts:
         if receipt.gate in ("fidelity", "trial"):
             _judgments(run, receipt)
+    if timed[0].state != "required":
+        # No trial can stand on a gate that is not there yet.
+        open_gates.append(first)
     if open_gates:
         planned = {plan.name for plan in frozen.gates if plan.state != "required"}
         named = ", ".join(f"{name} ({'planned' if name in planned else 'does not stand'})" for name in open_gates)
@@ -131,7 +134,23 @@ def _attempt_with(run: Run, receipt: Receipt, file: str) -> str:
     return names[0]
 
 
-def _compare(run: Run, receipt: Receipt, result: GateResult, outcome: str, why: str, details: object) -> None:
+def _counted(receipt: Receipt) -> dict[str, object]:
+    """The details of superiority, of each comparison how many effects are missing in the place of why."""
+    said = dict(receipt.details)
+    family = said.get("family")
+    if isinstance(family, list):
+        said["family"] = [
+            {**it, "missing": len(it["missing"])}
+            if isinstance(it, dict) and isinstance(it.get("missing"), list)
+            else it
+            for it in family
+        ]
+    return said
+
+
+def _compare(
+    run: Run, receipt: Receipt, result: GateResult, outcome: str, why: str, details: object, said: object = None
+) -> None:
     report = run.report
     report.look(19)
     result.how = "re-derived, seeded faults chained"
@@ -143,7 +162,7 @@ def _compare(run: Run, receipt: Receipt, result: GateResult, outcome: str, why: 
         report.find(
             19, receipt.name, f"outcome: found {receipt.outcome}, expected {outcome}{f': {why}' if why else ''}"
         )
-    for path, found, expected in differences(receipt.details, details, "details", 0.0):
+    for path, found, expected in differences(said or receipt.details, details, "details", 0.0):
         report.find(19, receipt.name, f"{path}: found {found}, expected {expected}, from the recordings")
 
 
@@ -210,7 +229,7 @@ def _superiority(run: Run, receipt: Receipt, result: GateResult) -> None:
     derived = superiority.derive(plan, run.scope.arm, every)
     _null(run, receipt, not derived.objections.idle)
     outcome = derived.objections.outcome(missed=_missed(receipt))
-    _compare(run, receipt, result, outcome, derived.objections.first(), derived.details(plan))
+    _compare(run, receipt, result, outcome, derived.objections.first(), derived.details(plan), said=_counted(receipt))
     result.derived_figure = derived.figure(plan) if outcome == "PASS" else derived.objections.first()
     result.how = "re-derived from every trial's recordings, seeded faults chained"
     if outcome == receipt.outcome == "PASS" and receipt.figure.partition("; earlier FAIL: ")[0] != derived.figure(plan):
