@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 from tiny_study import TinyStudy
@@ -65,6 +66,8 @@ def write_run(
     settings: Callable[[str, dict[str, object]], None] = lambda arm, arguments: None,
     identity: Callable[[str, dict[str, object]], None] = lambda arm, rank: None,
     gates: str = "",
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    more: Callable[[str, Bundle], None] = lambda arm, bundle: None,
 ) -> AuditedRun:
     """Write the run to ``folder/run``.
 
@@ -75,10 +78,12 @@ def write_run(
         settings: Changes what an arm's server says of its arguments.
         identity: Changes what an arm's worker says of itself.
         gates: Further tables of gates of the study's declaration, as TOML.
+        files: Further files of the study, by their path.
+        more: Writes further files of an arm's attempt.
     """
     # A generated run need not survive a power cut, and flushing each of its records takes most of the time.
     with mock.patch("os.fsync", return_value=None):
-        return _write(folder, shift, prefix, settings, identity, gates)
+        return _write(folder, shift, prefix, settings, identity, gates, files, more)
 
 
 def _write(
@@ -88,15 +93,20 @@ def _write(
     settings: Callable[[str, dict[str, object]], None],
     identity: Callable[[str, dict[str, object]], None],
     gates: str,
+    files: Mapping[str, bytes],
+    more: Callable[[str, Bundle], None],
 ) -> AuditedRun:
     study = _study(folder / "tiny", gates)
+    for name, data in files.items():
+        (study.directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (study.directory / name).write_bytes(data)
     run_dir = folder / "run"
     lock = _freeze(study, run_dir)
     scopes = {arm: Scope(lock=lock, arm=arm, length=LENGTH, cache_bytes=CACHE_BYTES, engine="e" * 64) for arm in ARMS}
     panels = {task: _panel(study, task) for task in ("nll", "parity")}
     bundles = {
         arm: _attempt(
-            run_dir, study, scopes[arm], prefix, panels, shift if arm == "candidate" else 0.0, settings, identity
+            run_dir, study, scopes[arm], prefix, panels, shift if arm == "candidate" else 0.0, settings, identity, more
         )
         for arm in ARMS
     }
@@ -150,6 +160,7 @@ def _attempt(
     shift: float,
     settings: Callable[[str, dict[str, object]], None],
     identity: Callable[[str, dict[str, object]], None],
+    more: Callable[[str, Bundle], None],
 ) -> Bundle:
     arm = study.arms[scope.arm]
     bundle = Bundle.create(run_dir, scope, prefix=prefix)
@@ -172,7 +183,8 @@ def _attempt(
     }
     identity(arm.name, rank)
     bundle.write("identity.json", {"schema": 1, "arm": arm.name, "ranks": [rank], "sockets": [["127.0.0.1", 1]]})
-    after = {"ranks": [{"rank": 0}], "taps": [{"installed": False, "faults": 0, "held": 0}]}
+    again = {key: rank[key] for key in ("parameters", "scales") if key in rank}
+    after: dict[str, object] = {"ranks": [{"rank": 0, **again}], "taps": [{"installed": False, "faults": 0, "held": 0}]}
     bundle.write("identity-after.json", {"schema": 1, "arm": arm.name, **after})
     serial = iter(range(10_000))
 
@@ -236,6 +248,7 @@ def _attempt(
     arguments = _arguments(study, scope)
     settings(arm.name, arguments)
     _foreign(bundle, "server.log", f"booting\nINFO non-default args: {arguments!r}\nthe end\n".encode())
+    more(arm.name, bundle)
     bundle.complete()
     return bundle
 
