@@ -138,7 +138,7 @@ state = "planned"
 state = "planned"
 timing = true
 [gates.trial]
-state = "required"
+state = "planned"
 timing = true
 [gates.superiority]
 state = "planned"
