@@ -333,8 +333,8 @@ file = "generated.jsonl"
 
 _STATES: Final = {
     **dict.fromkeys(DECIDED, 'state = "required"'),
-    "fidelity": 'state = "planned"',
-    "trial": 'state = "required"\ntiming = true',
+    "fidelity": 'state = "planned"\ntiming = true',
+    "trial": 'state = "planned"\ntiming = true',
 }
 
 

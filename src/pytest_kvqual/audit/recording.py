@@ -3,15 +3,20 @@
 ``python -m pytest_kvqual.audit.recording RECORD …`` on a bare Python is the same. Exit status 0: verified. 1: findings.
 2: usage, or no recording; one line on standard error. The checks:
 
- 1. Form: JSON lines, each in canonical bytes, of the fields that a recording has; one header, one end.
- 2. Accounting: as many requests as the header says, each named once; offered = completed + failed, kind by kind.
+ 1. Form: JSON lines, each in canonical bytes, of the fields that a recording has, each of its kind; canonical base64;
+    one header, one end.
+ 2. Accounting: as many requests as the header says, each named once, numbers in order and without a gap where they are
+    numbered; offered = completed + failed, kind by kind.
  3. Times: intended <= dispatch <= admission <= connected <= send start <= send end; headers and events after the send
     began; events in order; nothing after the request's end; no end after that of the recording; a limit of time kept.
+    What was answered has a time of each of these; only a request that was cancelled before its dispatch has none.
  4. Events: joined they are the stream that splits into the same events again, and what is left over ends no event.
- 5. Tokens and failures: what each request came to, told again from its bytes: the kind of failure, or none.
- 6. Closed loop: never more than N requests in flight, each begun when one had ended, and no slot left empty for more
-    than 50 ms while requests were left. Open loop: arrivals in order.
- 7. Trace (with ``--trace``): its digest, and request for request its name, intended arrival, prompt and output limit.
+ 5. Tokens and failures: what each request came to, told again from its bytes: the kind of failure, or none. A timeout
+    is not before the limit; nothing is sent after an interrupt.
+ 6. Schedule: requests are dispatched in order. Closed loop: never more than N in flight, each due when one had ended,
+    and no slot left empty for more than 50 ms while requests were left. Open loop: arrivals in order, no limit.
+ 7. Trace (with ``--trace``): its digest and cell, and request for request its name, intended arrival, prompt and output
+    limit.
 
 Then every figure is computed from the bytes, exactly, under the names of ``docs/metrics.md``.
 """
@@ -21,20 +26,24 @@ from __future__ import annotations
 import argparse
 import base64
 import binascii
+import json
 import math
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NoReturn
 
-from pytest_kvqual.audit.files import DamagedError, canonical, one_line, parse, sha256
+from pytest_kvqual.audit.files import DamagedError, canonical, is_digest, one_line, parse, sha256
 
 PROGRAM: Final = "kvqual verify"
 SLOT_NS: Final = 50_000_000
 """The longest time for which a closed loop may leave a slot empty."""
+_BURST_NS: Final = 100_000
+"""What each of the first N requests of a closed loop may cost beyond that: all are due at once."""
 
 _SHOWN: Final = 20
 _LIMIT_SLACK_NS: Final = 1_000_000_000
@@ -56,6 +65,8 @@ _END: Final = frozenset({"kind", "offered", "completed", "failed", "end_ns"})
 _BY_CONNECTION: Final = ("refused", "transport", "timeout", "cancelled")
 _KINDS: Final = (*_BY_CONNECTION, "status", "error-object", "malformed", "incomplete", "no-tokens", "count")
 _STEPS: Final = ("intended_ns", "dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns")
+_WALL: Final = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z", re.ASCII)
+_NUMBERED: Final = re.compile(r"(.+)-([0-9]{4,9})", re.ASCII | re.DOTALL)
 _QUANTILES: Final = {"p50": Fraction(1, 2), "p90": Fraction(9, 10), "p99": Fraction(99, 100), "max": Fraction(1)}
 
 Value = Fraction | float | None
@@ -70,6 +81,7 @@ class Answer:
     prompt: str
     intended: int | None
     dispatch: int | None
+    connected: int | None
     sent: int | None
     end: int
     failure: str | None
@@ -121,10 +133,12 @@ def read(data: bytes, *, trace: bytes | None = None) -> Found:
         )
     found.header = header
     _fields(found, header, _HEADER, "header")
+    _form(found, header, _HEADER_FORM, "header")
     requests = documents[1:]
     if last.get("kind") == "end" and len(documents) > 1:
         requests = documents[1:-1]
         _fields(found, last, _END, "end")
+        _form(found, last, _END_FORM, "end")
     else:
         found.find(1, "found no line of kind 'end', expected one as the last: the recording is not whole")
         last = {}
@@ -133,9 +147,11 @@ def read(data: bytes, *, trace: bytes | None = None) -> Found:
         if request.get("kind") != "request":
             found.find(1, f"{where}: found kind {request.get('kind')!r:.40}, expected 'request'")
         _fields(found, request, _REQUEST, where)
+        _form(found, request, _REQUEST_FORM, where)
         found.answers.append(_request(found, request, last.get("end_ns"), where))
     _accounting(found, header, last)
-    _concurrency(found, header)
+    _interrupted(found)
+    _schedule(found, header)
     if trace is not None:
         _traced(found, header, requests, trace)
     _figures(found, header)
@@ -166,6 +182,66 @@ def _count(value: object) -> bool:
     return whole is not None and whole >= 0
 
 
+def _digest_or_none(value: object) -> bool:
+    return value is None or is_digest(value)
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _least(least: int, most: int = _LARGEST) -> Callable[[object], bool]:
+    return lambda value: (whole := _whole(value)) is not None and least <= whole <= most
+
+
+def _pairs(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(it, str) for it in pair) for pair in value
+    )
+
+
+_Form = Mapping[str, tuple[Callable[[object], bool], str]]
+_HEADER_FORM: Final[_Form] = {
+    "cell": (_texts, "a name"),
+    "mode": (lambda value: value in ("open", "closed"), "open or closed"),
+    "concurrency": (lambda value: value is None or _least(1)(value), "null or at least 1"),
+    "requests": (_least(0), "a count"),
+    "trace_sha256": (_digest_or_none, "a SHA-256 or null"),
+    "judgment": (_digest_or_none, "a SHA-256 or null"),
+    "exploratory": (lambda value: type(value) is bool, "true or false"),
+    "zero_monotonic_ns": (_least(0), "nanoseconds"),
+    "zero_wall": (lambda value: isinstance(value, str) and _WALL.fullmatch(value) is not None, "a time in UTC"),
+    "timeout_ns": (_least(1), "at least 1 ns"),
+    "loop": (_texts, "a name"),
+    "timer": (_texts, "a name"),
+    "about": (lambda value: isinstance(value, dict), "a table"),
+}
+_REQUEST_FORM: Final[_Form] = {
+    "request": (_texts, "a name"),
+    "prompt": (lambda value: isinstance(value, str), "an item's id"),
+    "max_tokens": (_least(1), "at least 1"),
+    "status": (lambda value: value is None or _least(100, 999)(value), "null or a status"),
+    "headers": (_pairs, "pairs of a name and a value"),
+    "body_sha256": (is_digest, "a SHA-256"),
+}
+_END_FORM: Final[_Form] = {
+    "offered": (_least(0), "a count"),
+    "completed": (_least(0), "a count"),
+    "failed": (
+        lambda value: isinstance(value, dict) and all(kind in _KINDS and _least(1)(it) for kind, it in value.items()),
+        "counts of known kinds, each at least 1",
+    ),
+    "end_ns": (lambda value: _whole(value) is not None, "nanoseconds"),
+}
+
+
+def _form(found: Found, document: Mapping[str, object], form: _Form, where: str) -> None:
+    """Whether each value is of its kind; fields that are missing have been found so."""
+    for key, (holds, expected) in form.items():
+        if key in document and not holds(document[key]):
+            found.find(1, f"{where}: {key}: found {document[key]!r:.80}, expected {expected}")
+
+
 # -- one request -----------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +251,7 @@ def _request(found: Found, request: Mapping[str, object], last_end: object, wher
         prompt=str(request.get("prompt")),
         intended=_whole(request.get("intended_ns")),
         dispatch=_whole(request.get("dispatch_ns")),
+        connected=_whole(request.get("connected_ns")),
         sent=_whole(request.get("send_start_ns")),
         end=_whole(request.get("end_ns")) or 0,
         failure=None,
@@ -234,6 +311,7 @@ def _times(
             found.find(1, f"{where}: {name}: found {value!r:.40}, expected nanoseconds")
     if _whole(request.get("end_ns")) is None:
         found.find(1, f"{where}: end_ns: found {request.get('end_ns')!r:.40}, expected nanoseconds")
+    _complete(found, request, answer, events, where)
     known = [(name, value) for name, value in moments if _whole(value) is not None]
     for (before, one), (after, other) in pairwise(known):
         if isinstance(one, int) and isinstance(other, int) and other < one:
@@ -251,7 +329,8 @@ def _times(
         found.find(3, f"{where}: found an event at {min(later)}, expected it after the headers at {heads}")
     if any(after < before for before, after in pairwise(later)):
         found.find(3, f"{where}: found events that go back in time, expected them in order")
-    steps = [value for _, value in known if isinstance(value, int)]
+    # What was never dispatched has no end of its own.
+    steps = [value for _, value in known if isinstance(value, int) and answer.dispatch is not None]
     latest = max([*steps, *later, *([heads] if heads is not None else [])], default=answer.end)
     if latest > answer.end:
         found.find(3, f"{where}: found its end at {answer.end}, expected it not before {latest}")
@@ -262,10 +341,34 @@ def _times(
         found.find(3, f"{where}: found it in flight for {answer.end - answer.dispatch} ns, expected at most {limit}")
 
 
+def _complete(
+    found: Found, request: Mapping[str, object], answer: Answer, events: Sequence[tuple[int, bytes]], where: str
+) -> None:
+    """Check 3: which times there must be."""
+    moments = {name: request.get(name) for name in (*_STEPS, "headers_ns")}
+    if answer.dispatch is None and (
+        any(moments[name] is not None for name in (*_STEPS[2:], "headers_ns")) or events or request.get("rest") != ""
+    ):
+        found.find(3, f"{where}: found no dispatch of a request that has other times or bytes, expected one")
+    for before, after in pairwise(_STEPS[1:]):
+        if moments[before] is None and moments[after] is not None:
+            found.find(3, f"{where}: found no {before} of a request with {after}, expected one")
+    if (request.get("status") is None) != (moments["headers_ns"] is None):
+        found.find(3, f"{where}: found a status or its time without the other, expected both or none")
+    if answer.failure is None and None in moments.values():
+        found.find(3, f"{where}: found no {next(k for k, v in moments.items() if v is None)} of a completed request")
+    if answer.intended is not None and answer.intended < 0:
+        found.find(3, f"{where}: found it due at {answer.intended}, expected not before zero")
+    if found.header.get("mode") == "open" and moments["admission_ns"] != moments["dispatch_ns"]:
+        found.find(3, f"{where}: found another admission than dispatch, expected no limit in an open loop")
+
+
 def _resplit(found: Found, request: Mapping[str, object], events: list[bytes], rest: bytes, where: str) -> None:
     if request.get("status") != 200:
         if events:
             found.find(4, f"{where}: found events under status {request.get('status')!r}, expected none")
+        if request.get("status") is None and rest:
+            found.find(4, f"{where}: found {len(rest)} bytes without a status, expected none")
         return
     again, left = split(b"".join(events) + rest)
     if again != events or left != rest:
@@ -320,9 +423,10 @@ def _stream(events: Sequence[tuple[int, bytes]]) -> _Stream:
         if data.strip() == b"[DONE]" and not named:
             stream.done = True
             continue
+        # A server's JSON, not ours: strict in what JSON is, and no more.
         try:
-            document = parse(data)
-        except DamagedError:
+            document = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+        except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
             stream.error, stream.malformed = stream.error or named, stream.malformed or not named
@@ -335,6 +439,10 @@ def _stream(events: Sequence[tuple[int, bytes]]) -> _Stream:
             stream.prompt = prompt if _count(prompt) else stream.prompt
         _choices(stream, document.get("choices"), moment)
     return stream
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(word)
 
 
 def _data(raw: bytes, *, first: bool) -> tuple[bytes | None, list[bytes]]:
@@ -377,8 +485,13 @@ def _outcome(found: Found, request: Mapping[str, object], answer: Answer, stream
     """Check 5: what the bytes say of the request's end, where the connection did not decide it."""
     status, stored = request.get("status"), answer.failure
     if stored in _BY_CONNECTION:
-        if stored == "refused" and (status is not None or answer.sent is not None):
-            found.find(5, f"{where}: found the failure 'refused' of a request that was sent, expected another")
+        if stored == "refused" and not (status is None and answer.connected is None and answer.sent is None):
+            found.find(5, f"{where}: found the failure 'refused' of a request with a connection, expected another")
+        allowed = _whole(found.header.get("timeout_ns"))
+        if stored == "timeout" and None not in (allowed, answer.dispatch):
+            flown = answer.end - (answer.dispatch or 0)
+            if flown < (allowed or 0):
+                found.find(5, f"{where}: found the failure 'timeout' {flown} ns after dispatch, expected {allowed}")
         return
     expected: str | None
     limit = _whole(request.get("max_tokens")) or 0
@@ -414,54 +527,77 @@ def _accounting(found: Found, header: Mapping[str, object], last: Mapping[str, o
             found.failed[answer.failure] = found.failed.get(answer.failure, 0) + 1
     if len(set(names)) != len(names):
         found.find(2, f"found {len(names) - len(set(names))} requests named twice, expected each once")
+    numbered = [_NUMBERED.fullmatch(name) for name in names]
+    stems = {match[1] for match in numbered if match is not None}
+    if stems == {header.get("cell")}:
+        for place, (name, match) in enumerate(zip(names, numbered, strict=True)):
+            if match is None or int(match[2]) != place:
+                found.find(2, f"found {name!r:.60} as number {place}, expected each number once, in order")
+                break
+    elif header.get("cell") in stems:
+        found.find(2, f"found names of {', '.join(sorted(stems))!r:.80}, expected one cell's")
     if header.get("requests") != len(names):
         found.find(2, f"found {len(names)} requests, expected {header.get('requests')!r} as the header says")
     if not last:
         return
     for key, value in (("offered", found.offered), ("completed", found.completed), ("failed", found.failed)):
-        if last.get(key) != value:
+        if canonical(last.get(key)) != canonical(value):
             found.find(2, f"end: {key}: found {last.get(key)!r:.80}, expected {value!r:.80} as recorded")
     ends = [answer.end for answer in found.answers]
-    if ends and last.get("end_ns") != max(ends):
-        found.find(2, f"end: end_ns: found {last.get('end_ns')!r}, expected {max(ends)}, the last end of a request")
+    if last.get("end_ns") != max(ends, default=0):
+        found.find(2, f"end: end_ns: found {last.get('end_ns')!r}, expected {max(ends, default=0)}, the last end")
 
 
-def _concurrency(found: Found, header: Mapping[str, object]) -> None:
+def _interrupted(found: Found) -> None:
+    """Check 5: an interrupt ends everything; nothing is sent after it."""
+    flown = [it for it in found.answers if it.dispatch is not None]
+    cut = min((it.end for it in flown if it.failure == "cancelled" and it.end != it.dispatch), default=None)
+    unsent: Answer | None = None
+    for it in found.answers:
+        if it.failure == "cancelled" and it.sent is None and it.end in (0, it.dispatch):
+            unsent = it
+        elif unsent is not None or (cut is not None and (it.dispatch or 0) > cut):
+            found.find(5, f"{it.name}: found it dispatched after an interrupt ended the run, expected it cancelled")
+            break
+
+
+def _schedule(found: Found, header: Mapping[str, object]) -> None:
+    """Check 6."""
+    # One that was cancelled before it was sent has no dispatch, or its end for one.
+    flown = [it for it in found.answers if it.dispatch is not None and not (it.failure and it.dispatch == it.end)]
+    for what, moments in (
+        ("intended arrivals", [it.intended for it in flown if it.intended is not None]),
+        ("dispatches", [it.dispatch for it in flown if it.dispatch is not None]),
+    ):
+        if moments != sorted(moments):
+            found.find(6, f"found {what} that go back in time, expected them in order")
     if header.get("mode") != "closed":
-        if header.get("mode") != "open" or header.get("concurrency") is not None:
-            found.find(1, f"header: found mode {header.get('mode')!r:.20} with a concurrency, expected 'open' without")
-        arrivals = [answer.intended for answer in found.answers if answer.intended is not None]
-        if arrivals != sorted(arrivals):
-            found.find(6, "found intended arrivals that go back in time, expected them in order")
+        if header.get("concurrency") is not None:
+            found.find(1, f"header: concurrency: found {header.get('concurrency')!r:.40}, expected null: mode is open")
         return
     limit = _whole(header.get("concurrency")) or 0
     if limit < 1:
         found.find(1, f"header: concurrency: found {header.get('concurrency')!r:.40}, expected at least 1")
         return
-    flown = [answer for answer in found.answers if answer.dispatch is not None]
     # At one moment an end comes before the dispatch that it makes room for.
-    changes = sorted(
-        [(answer.dispatch or 0, 1) for answer in flown] + [(answer.end, -1) for answer in flown],
-        key=lambda change: (change[0], change[1]),
-    )
+    changes = sorted([(it.dispatch or 0, 1) for it in flown] + [(it.end, -1) for it in flown])
     flying = 0
     for moment, change in changes:
         flying += change
         if flying > limit:
             found.find(6, f"found {flying} requests in flight at {moment}, expected at most {limit}")
             break
-    free = sorted(answer.end for answer in flown)
-    for place, answer in enumerate(sorted(flown, key=lambda it: it.intended or 0)):
+    free = sorted(it.end for it in flown)
+    for place, it in enumerate(flown):
         expected = 0 if place < limit else free[place - limit]
-        if answer.intended != expected:
-            found.find(6, f"{answer.name}: found its slot free at {answer.intended}, expected {expected}")
+        if it.intended != expected:
+            found.find(6, f"{it.name}: found its slot free at {it.intended}, expected {expected}")
             break
-    for answer in flown:
-        if answer.intended is not None and (answer.dispatch or 0) - answer.intended > SLOT_NS:
-            found.find(
-                6, f"{answer.name}: found its slot empty for {(answer.dispatch or 0) - answer.intended} ns, expected "
-                f"at most {SLOT_NS}"
-            )  # fmt: skip
+    for place, it in enumerate(flown):
+        empty = (it.dispatch or 0) - (it.intended or 0)
+        allowed = SLOT_NS + (_BURST_NS * limit if place < limit else 0)
+        if empty > allowed:
+            found.find(6, f"{it.name}: found its slot empty for {empty} ns, expected at most {allowed}")
             break
 
 
@@ -473,6 +609,13 @@ def _traced(found: Found, header: Mapping[str, object], requests: Sequence[Mappi
     except DamagedError as error:
         found.find(7, f"trace: {error}")
         return
+    head = lines[0]
+    if not isinstance(head, dict) or head.get("kind") != "trace":
+        found.find(7, "found no header of kind 'trace', expected a trace")
+        return
+    for key in ("cell", "mode", "concurrency", "requests"):
+        if header.get(key) != head.get(key):
+            found.find(7, f"{key}: found {header.get(key)!r:.60}, expected {head.get(key)!r:.60} as in the trace")
     planned = [line for line in lines[1:] if isinstance(line, dict)]
     if len(planned) != len(requests):
         found.find(7, f"found {len(requests)} requests, expected {len(planned)} as in the trace")
