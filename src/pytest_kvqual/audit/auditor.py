@@ -360,8 +360,11 @@ def _named(records: Records, newest: Mapping[str, Receipt]) -> list[evidence.Att
 
 def _settings(records: Records, newest: Mapping[str, Receipt], report: Report) -> None:
     named = _named(records, newest)
-    own = [attempt for attempt in named if records.own(attempt)]
-    controls = [attempt for attempt in named if not records.own(attempt)]
+    # A trial reads a part of the identity, under a name of its own; fidelity has no server of an arm.
+    timed = {plan.name for plan in records.frozen.gates if plan.timing}
+    quality = _named(records, {gate: receipt for gate, receipt in newest.items() if gate not in timed})
+    own = [attempt for attempt in quality if records.own(attempt)]
+    controls = [attempt for attempt in quality if not records.own(attempt)]
     with report.reading(13, evidence.FOLDER):
         settings.check(records.frozen, own, controls, report)
     engines: dict[str, str] = {}

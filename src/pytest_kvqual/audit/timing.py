@@ -8,10 +8,11 @@ from typing import Final
 
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import canonical, sha256
-from pytest_kvqual.audit.receipts import Receipt, required_before
+from pytest_kvqual.audit.frozen import Frozen
+from pytest_kvqual.audit.receipts import Receipt, Scope, required_before
 from pytest_kvqual.audit.rederive import GateResult, Records
 
-_RECORDS: Final = re.compile(r"(timing|trial|superiority)([._-].*)?\.jsonl?")
+_RECORDS: Final = re.compile(r"(timing|trial|superiority|cell|warm-up|fidelity)([._-].*)?\.jsonl?")
 """The names of what a timing gate captures."""
 
 
@@ -37,7 +38,9 @@ def check(records: Records, newest: Mapping[str, Receipt], gates: Sequence[GateR
                 16, receipt.name, f"found {receipt.outcome} of the timing gate {plan.name!r}, expected none: "
                 f"{_why(open_gates)}",
             )  # fmt: skip
-        _judgments(records, plan.name, receipt, newest, report)
+        # What superiority rests on was measured by trials, and is held against their judgments (check 18).
+        if plan.name != "superiority":
+            _judgments(records, plan.name, receipt, newest, report)
     for attempt in records.attempts.values():
         for name in attempt.sealed:
             if _RECORDS.fullmatch(name) and refused:
@@ -57,11 +60,10 @@ def _why(open_gates: Sequence[str]) -> str:
     return f"{', '.join(open_gates)} above it does not stand" if open_gates else "the records above it do not hold"
 
 
-def _judgments(records: Records, gate: str, receipt: Receipt, newest: Mapping[str, Receipt], report: Report) -> None:
-    """Each timing record carries the digest of the receipts that it was measured under."""
-    scope = receipt.scope
+def judgment(frozen: Frozen, gate: str, scope: Scope, receipts: Mapping[str, str]) -> str:
+    """The digest of the permit that an arm's receipts give, by their digests; of the required gates above alone."""
     document = {
-        "study": records.frozen.name,
+        "study": frozen.name,
         "gate": gate,
         "scope": {
             "lock": scope.lock,
@@ -70,11 +72,14 @@ def _judgments(records: Records, gate: str, receipt: Receipt, newest: Mapping[st
             "cache_bytes": scope.cache_bytes,
             "engine": scope.engine,
         },
-        "receipts": {
-            name: newest[name].sha256 for name in required_before(records.frozen.gates, gate) if name in newest
-        },
+        "receipts": {name: receipts[name] for name in required_before(frozen.gates, gate) if name in receipts},
     }
-    expected = sha256(canonical(document))
+    return sha256(canonical(document))
+
+
+def _judgments(records: Records, gate: str, receipt: Receipt, newest: Mapping[str, Receipt], report: Report) -> None:
+    """Each timing record carries the digest of the receipts that it was measured under."""
+    expected = judgment(records.frozen, gate, receipt.scope, {name: it.sha256 for name, it in newest.items()})
     for name in receipt.evidence:
         folder, _, file = name.rpartition("/")
         attempt = records.attempts.get(folder)

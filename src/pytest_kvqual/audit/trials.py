@@ -2,7 +2,7 @@
 
 Exact arithmetic of its own: figures come from :mod:`pytest_kvqual.audit.recording`, effects, sign test, interval and
 Holm's correction from here. What it cannot see of a trial: whether layers, parameters and scales were those that were
-qualified, and whose permit it ran under; the receipt says so, and the chain of receipts is held against check 6.
+qualified; the receipt says so.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pytest_kvqual.audit.attempts import FOLDER, Attempt
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import DamagedError, Tree, parse, sha256
 from pytest_kvqual.audit.frozen import FOLDER as STUDY
-from pytest_kvqual.audit.receipts import Receipt
+from pytest_kvqual.audit.receipts import Receipt, read_folder
 from pytest_kvqual.audit.recording import Found, Value, spelled
 from pytest_kvqual.audit.rederive import Records
+from pytest_kvqual.audit.timing import judgment
 
 RECORDINGS: Final = 17
 STATISTICS: Final = 18
@@ -39,6 +40,8 @@ class Trial:
     block: int
     objections: list[str] = field(default_factory=list)
     figures: dict[tuple[str, str], Value] = field(default_factory=dict)
+    cells: dict[str, dict[str, object]] = field(default_factory=dict)
+    """What a receipt of the trial says of each cell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +79,9 @@ def check(tree: Tree, records: Records, newest: Mapping[str, Receipt], report: R
         if plan is not None and TRIAL in attempt.sealed and attempt.outcome == "complete":
             with report.reading(STATISTICS, f"{FOLDER}/{attempt.name}/{TRIAL}"):
                 trials.append(_trial(tree, records, attempt, plan, found))
+        elif plan is not None and attempt.outcome == "failed":
+            # A block is timed once: an attempt at it that failed voids it, whatever was recorded later.
+            trials += [_failed(attempt, load) for load in list(found.values())[:1] if _about(load, "block") is not None]
     if plan is None:
         return
     for receipt in timed:
@@ -158,6 +164,21 @@ def _exact(table: Mapping[str, object], key: str) -> Fraction:
     return Fraction(repr(value))
 
 
+def _about(load: Found, key: str) -> object:
+    about = load.header.get("about")
+    return about.get(key) if isinstance(about, dict) else None
+
+
+def _failed(attempt: Attempt, load: Found) -> Trial:
+    block = _about(load, "block")
+    return Trial(
+        name=attempt.name,
+        arm=str(_about(load, "arm")),
+        block=block if type(block) is int else 0,
+        objections=["the attempt failed"],
+    )
+
+
 # -- one trial -------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +196,9 @@ def _trial(tree: Tree, records: Records, attempt: Attempt, plan: Plan, found: Ma
         say("it is not of the frozen plan")
     if attempt.scope is None or attempt.scope.arm != trial.arm or attempt.scope.lock != records.frozen.sha256:
         say("it is of another arm or lock than its attempt")
+    say_of = _permitted(tree, records, attempt)
+    if document.get("judgment") != say_of:
+        say("it was made under another permit than its arm's receipts give")
     names = [cell.get("name") for cell in _list(plan.rules, "cells")]
     for name in (WARM_UP, *names):
         if name not in found:
@@ -182,11 +206,48 @@ def _trial(tree: Tree, records: Records, attempt: Attempt, plan: Plan, found: Ma
             return trial
         if found[str(name)].findings:
             say(f"{name}: its recording does not verify")
+        _headed(trial, str(name), found[str(name)], document)
     _loads(trial, document, plan, {str(name): found[str(name)] for name in (WARM_UP, *names)})
+    _warmed(trial, plan, found, names)
     _qualified(trial, tree, records, document, plan, found)
     for name in names:
-        trial.figures |= {(str(name), key): value for key, value in found[str(name)].figures.items()}
+        load = found[str(name)]
+        trial.figures |= {(str(name), key): value for key, value in load.figures.items()}
+        trial.cells[str(name)] = {
+            "offered": load.offered,
+            "completed": load.completed,
+            "failed": load.failed,
+            "figures": {key: spelled(value) for key, value in load.figures.items()},
+        }
     return trial
+
+
+def _permitted(tree: Tree, records: Records, attempt: Attempt) -> str:
+    """The judgment of a trial of the attempt's arm, from the newest of that arm's receipts."""
+    if attempt.scope is None:
+        return ""
+    found = read_folder(tree, attempt.bundle, Report()).newest()
+    return judgment(records.frozen, "trial", attempt.scope, {name: it.sha256 for name, it in found.items()})
+
+
+def _headed(trial: Trial, name: str, load: Found, document: Mapping[str, object]) -> None:
+    """A recording is of this trial: its header says the same as ``trial.json``."""
+    same = [_about(load, key) == document.get(key) for key in ("arm", "block", "plan_sha256", "qualified")]
+    same += [load.header.get(key) == document.get(key) for key in ("judgment", "exploratory")]
+    if not all(same) or load.header.get("cell") != name:
+        trial.objections.append(f"{name}: its recording is of another cell, trial or permit")
+
+
+def _warmed(trial: Trial, plan: Plan, found: Mapping[str, Found], names: Sequence[object]) -> None:
+    """The warm-up sent as many prompts as the plan says, none of which a cell sends; cells sent their canaries."""
+    warm = {it.prompt for it in found[WARM_UP].answers}
+    cells = {str(name): [it.prompt for it in found[str(name)].answers] for name in names}
+    if found[WARM_UP].offered != plan.rules.get("warm_up") or any(warm & set(prompts) for prompts in cells.values()):
+        trial.objections.append(f"{WARM_UP}: other prompts than the plan says, or a cell's")
+    for cell in _list(plan.rules, "cells"):
+        name = str(cell.get("name"))
+        if sum(prompt in plan.canaries for prompt in cells[name]) != cell.get("canaries"):
+            trial.objections.append(f"{name}: another number of canaries than the plan says")
 
 
 def _list(table: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
@@ -241,7 +302,7 @@ def _counted(
         if moved != value and (not failed or moved < value):
             say(f"{name}: {moved} {key} on the server, {value} at the client")
     ended = sum(_ended(after).values()) - sum(_ended(before).values())
-    if not failed and ended != found.completed:
+    if ended < found.completed or (not failed and ended != found.completed):
         say(f"{name}: {ended} requests ended on the server, {found.completed} at the client")
     if _integer(after, "preemptions") != _integer(before, "preemptions"):
         say(f"{name}: preemptions")
@@ -258,6 +319,8 @@ def _client(
     if not isinstance(late, Fraction) or not isinstance(ttft, Fraction) or not late <= share * ttft:
         say(f"{name}: dispatch lateness p99 beyond the share of the practical effect")
     count = _integer(after, "ttft_count") - _integer(before, "ttft_count")
+    if count != sum(bool(it.arrivals) and it.sent is not None for it in found.answers):
+        say(f"{name}: {count} first tokens on the server, another number at the client")
     mean, sums = found.figures["mean_ttft_send"], (before.get("ttft_sum_s"), after.get("ttft_sum_s"))
     if count <= 0 or not isinstance(mean, Fraction) or not all(isinstance(it, float | int) for it in sums):
         say(f"{name}: no mean TTFT of client and server to compare")
@@ -327,13 +390,34 @@ def _compare_trial(receipt: Receipt, trials: Sequence[Trial], report: Report) ->
         return
     for line in own[0].objections:
         report.find(STATISTICS, receipt.name, f"found PASS, expected a void trial: {own[0].name}: {line}")
-    cells = receipt.details.get("cells")
-    for name, said in (cells if isinstance(cells, dict) else {}).items():
-        figures = said.get("figures") if isinstance(said, dict) else None
-        for key, value in (figures if isinstance(figures, dict) else {}).items():
-            expected = spelled(own[0].figures.get((name, key)))
-            if value != expected:
-                report.find(STATISTICS, receipt.name, f"{name}: {key}: found {value!r:.60}, expected {expected!r:.60}")
+    trial = own[0]
+    said = receipt.details.get("cells")
+    for name, expected in trial.cells.items():
+        cell = said.get(name) if isinstance(said, dict) else None
+        for key, value in expected.items():
+            stated = cell.get(key) if isinstance(cell, dict) else None
+            if stated != value:
+                report.find(STATISTICS, receipt.name, f"{name}: {key}: {_differ(stated, value)}")
+    figure = f"block {trial.block}, " + "; ".join(
+        f"{name}: {cell['completed']} of {cell['offered']} completed, TTFT p50 "
+        f"{_ms(trial.figures[name, 'ttft_intended_p50'])}, TPOT p50 {_ms(trial.figures[name, 'tpot_p50'])}"
+        for name, cell in trial.cells.items()
+    )
+    if receipt.figure != figure:
+        report.find(STATISTICS, receipt.name, f"figure: found {receipt.figure!r}, expected {figure!r}")
+
+
+def _ms(value: Value) -> str:
+    return "none" if value is None else f"{float(value) / 1e6:.1f} ms"
+
+
+def _differ(found: object, expected: object) -> str:
+    """What two values differ in; of tables the first key."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for key in sorted({*map(str, found), *expected}):
+            if found.get(key) != expected.get(key):
+                return f"{key}: found {found.get(key)!r:.60}, expected {expected.get(key)!r:.60}"
+    return f"found {found!r:.60}, expected {expected!r:.60}"
 
 
 def _compare_superiority(receipt: Receipt, plan: Plan, trials: Sequence[Trial], report: Report) -> None:
@@ -354,10 +438,22 @@ def _compare_superiority(receipt: Receipt, plan: Plan, trials: Sequence[Trial], 
                     STATISTICS, receipt.name, f"{expected['metric']} against {expected['control']!r}: {key}: found "
                     f"{one.get(key)!r:.80}, expected {value!r:.80}, from the recordings"
                 )  # fmt: skip
+    measured = [it.get("block") for it in _list(plan.document, "blocks") if it.get("kind") == "measured"]
+    stated = {"alpha": plan.document.get("alpha"), "practical": plan.document.get("practical"), "blocks": measured}
+    for key, value in stated.items():
+        if receipt.details.get(key) != value:
+            report.find(
+                STATISTICS, receipt.name, f"{key}: found {receipt.details.get(key)!r:.60}, expected {value!r:.60}"
+            )
+    if receipt.outcome == "PASS" and derived.passed:
+        for what, text, wanted in (
+            ("figure", receipt.figure, derived.figure), ("null", receipt.null_figure, derived.null),
+        ):  # fmt: skip
+            if text != wanted:
+                report.find(STATISTICS, receipt.name, f"{what}: found {text!r}, expected {wanted!r}")
     noise = receipt.details.get("null")
-    differences = [it.get("difference") for it in noise if isinstance(it, dict)] if isinstance(noise, list) else []
-    if differences != derived.noise:
-        report.find(STATISTICS, receipt.name, f"A/A: found {differences!r:.80}, expected {derived.noise!r:.80}")
+    if noise != derived.noise:
+        report.find(STATISTICS, receipt.name, f"A/A: found {noise!r:.120}, expected {derived.noise!r:.120}")
     if (receipt.outcome == "PASS") != derived.passed:
         outcome = "PASS" if derived.passed else "no PASS"
         report.find(STATISTICS, receipt.name, f"found {receipt.outcome}, expected {outcome}: {'; '.join(derived.why)}")
@@ -368,8 +464,10 @@ class Derived:
     """The statistics of one arm: its comparisons, the A/A differences, whether it passes, and why not."""
 
     family: list[dict[str, object]] = field(default_factory=list)
-    noise: list[str] = field(default_factory=list)
+    noise: list[dict[str, object]] = field(default_factory=list)
     passed: bool = False
+    figure: str = ""
+    null: str = ""
     why: list[str] = field(default_factory=list)
 
 
@@ -378,6 +476,7 @@ def superiority(plan: Mapping[str, object], arm: str, trials: Sequence[Trial]) -
     derived, practical, alpha = Derived(), _exact(plan, "practical"), _exact(plan, "alpha")
     measured = [it.get("block") for it in _list(plan, "blocks") if it.get("kind") == "measured"]
     comparisons = _list(plan, "comparisons")
+    lines: list[str] = []
     effects = [
         _effects(derived if it.get("candidate") == arm else Derived(), it, measured, trials) for it in comparisons
     ]
@@ -407,9 +506,15 @@ def superiority(plan: Mapping[str, object], arm: str, trials: Sequence[Trial]) -
                 "effects": {str(block): str(value) for block, value in zip(measured, one, strict=True)},
                 "median": str(median) if rank else None, "lower": str(low) if rank else None,
                 "upper": str(high) if rank else None, "coverage": str(_coverage(total, rank)) if rank else None,
-                "blocks_better": better, "p": str(p), "p_holm": str(p_holm), "screen": screen, "claim": claim,
+                "blocks_better": better, "ties": total - better - worse, "p": str(p), "p_holm": str(p_holm), "screen": screen, "claim": claim,
             }
         )  # fmt: skip
+        lines.append(
+            f"{it.get('metric')} of {arm} against '{it.get('control')}' in {it.get('cell')}: median ratio "
+            f"{float(median):.4f}{_between(low, high, _coverage(total, rank))}, {better} of {total} blocks better, p = "
+            f"{float(p):.4g} (Holm {float(p_holm):.4g}, alpha {float(alpha):g}); screen {_percent(practical)}: "
+            f"{'met' if screen else 'not met'}; claim: {'supported' if claim else 'not supported'}"
+        )
         if not (better > worse and p_holm <= alpha):
             derived.why.append(f"p = {p_holm} after Holm, {better} of {total} blocks better")
         if not screen:
@@ -419,8 +524,22 @@ def superiority(plan: Mapping[str, object], arm: str, trials: Sequence[Trial]) -
     if not any(it.get("candidate") == arm for it in comparisons):
         derived.why.append("the plan does not compare the arm")
     _noise(derived, plan, comparisons, trials, practical)
+    largest = _percent(max((Fraction(str(it["difference"])) for it in derived.noise), default=None))
+    derived.figure = "; ".join([*lines, f"A/A {largest}"])
+    pairs = plan.get("null_pairs")
+    derived.null = f"{len(pairs) if isinstance(pairs, list) else 0} A/A pairs, largest difference {largest}"
     derived.passed = not derived.why
     return derived
+
+
+def _percent(value: Fraction | None) -> str:
+    return "none" if value is None else f"{100 * float(value):.3g} %"
+
+
+def _between(low: Fraction | None, high: Fraction | None, coverage: Fraction) -> str:
+    if low is None or high is None:
+        return ""
+    return f" [{float(low):.4f}, {float(high):.4f}] at {100 * float(coverage):.1f} %"
 
 
 def _one(trials: Sequence[Trial], arm: object, block: object, key: tuple[str, str]) -> Fraction | None:
@@ -470,6 +589,8 @@ def _noise(
     practical: Fraction,
 ) -> None:  # fmt: skip
     pairs = plan.get("null_pairs")
+    if not pairs:
+        derived.why.append("the plan has no A/A pair")
     keys = list(dict.fromkeys((str(it.get("cell")), str(it.get("metric"))) for it in comparisons))
     for pair in pairs if isinstance(pairs, list) else []:
         for key in keys:
@@ -478,6 +599,9 @@ def _noise(
                 derived.why.append(f"A/A blocks {pair} are not whole")
                 continue
             difference = abs(second / first - 1)
-            derived.noise.append(str(difference))
+            cell, metric = key
+            derived.noise.append(
+                {"pair": list(pair), "cell": cell, "metric": metric, "difference": str(difference)}
+            )
             if not difference < practical:
                 derived.why.append(f"A/A blocks {pair} differ by {float(difference):.4f}")
