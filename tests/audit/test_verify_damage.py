@@ -530,7 +530,7 @@ FULL = [chunk([1]), chunk([2, 3]), chunk([4], finish="stop"), usage(4), DONE]
 
 
 def _interrupted(*, never: bool) -> list[Line]:
-    """The last request in flight was cut, those after it were not sent: without a dispatch, or with their end for one."""
+    """One request was cut, those after it were not sent: without a dispatch, or with their end for one."""
     lines = open_lines()
     requests = lines[1:-1]
     requests[6].update(failure=failure("cancelled"), end_ns=requests[6]["events"][-1][0], rest="")
@@ -703,9 +703,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arrivals.write_bytes(trace)
     assert main([str(record), "--trace", str(arrivals)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == (
-        f"{record}: verified: 8 offered, 5 completed, failed: 1 error-object, 1 status, 1 transport"
-    )
+    assert printed[0] == (f"{record}: verified: 8 offered, 5 completed, failed: 1 error-object, 1 status, 1 transport")
     assert "  tpot_p50: 10.000000 ms" in printed
     assert main([str(record), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

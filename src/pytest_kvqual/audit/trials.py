@@ -8,9 +8,11 @@ qualified; the receipt says so.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from math import comb
 from typing import Final
 
@@ -65,6 +67,8 @@ def check(tree: Tree, records: Records, newest: Mapping[str, Receipt], report: R
     if any(TRIAL in attempt.sealed for attempt in records.attempts.values()):
         with report.reading(STATISTICS, f"{STUDY}/{records.frozen.sha256}"):
             plan = _plan(tree, records, length)
+            if plan is not None:
+                _planned(plan, f"{STUDY}/{records.frozen.sha256}", report)
     trials: list[Trial] = []
     for attempt in records.attempts.values():
         found: dict[str, Found] = {}
@@ -142,6 +146,46 @@ def _plan(tree: Tree, records: Records, length: int) -> Plan:
             if isinstance(item, dict) and item.get("grade") == "canary"
         },
     )
+
+
+def _planned(plan: Plan, where: str, report: Report) -> None:
+    """The plan is of the study's rules and traces, and its order is balanced."""
+    document, rules = plan.document, plan.rules
+    report.look(STATISTICS)
+    same = ("arms", "null_arm", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction")
+    for key in (*same, "server_ttft_ms", "failed_share", "cold"):
+        if document.get(key) != rules.get(key):
+            report.find(
+                STATISTICS, where, f"plan: {key}: found {document.get(key)!r:.60}, expected {rules.get(key)!r:.60} of "
+                "the study"
+            )  # fmt: skip
+    keys = ("candidate", "control", "cell", "metric", "better")
+    found, expected = ([[it.get(k) for k in keys] for it in _list(table, "comparisons")] for table in (document, rules))
+    if found != expected:
+        report.find(STATISTICS, where, f"plan: found the comparisons {found!r:.80}, expected {expected!r:.80}")
+    digests = {str(it.get("name")): it.get("trace_sha256") for it in _list(document, "cells")}
+    if digests != {name: sha256(data) for name, data in plan.traces.items()}:
+        report.find(STATISTICS, where, "plan: found other digests of traces than the study's, expected theirs")
+    blocks = [(it.get("block"), it.get("kind"), it.get("order")) for it in _list(document, "blocks")]
+    orders = [order for _, kind, order in blocks if kind == "measured" and isinstance(order, list)]
+    idle = [number for number, kind, order in blocks if kind == "null" and order == [rules.get("null_arm")]]
+    pairs = [list(pair) for pair in zip(idle[::2], idle[1::2], strict=False)]
+    numbered = [number for number, _, _ in blocks] == list(range(1, len(blocks) + 1))
+    wanted = (rules.get("blocks"), rules.get("null_pairs"), pairs)
+    if not numbered or (len(orders), len(pairs), document.get("null_pairs")) != wanted or not _balanced(orders, rules):
+        report.find(STATISTICS, where, "plan: found other blocks than the study's rules give, expected them balanced")
+
+
+def _balanced(orders: Sequence[list[object]], rules: Mapping[str, object]) -> bool:
+    """Whether each arm stands in each place, and follows each other arm, equally often."""
+    arms = rules.get("arms")
+    if not isinstance(arms, list) or any(sorted(map(str, order)) != sorted(map(str, arms)) for order in orders):
+        return False
+    places = Counter((str(arm), place) for order in orders for place, arm in enumerate(order))
+    follows = Counter((str(one), str(other)) for order in orders for one, other in pairwise(order))
+    size = len(arms)
+    whole = len(places) == size * size and len(follows) == size * (size - 1)
+    return whole and len(set(places.values())) == 1 and len(set(follows.values())) <= 1
 
 
 def _path(table: Mapping[str, object], key: str) -> list[str]:
@@ -506,7 +550,8 @@ def superiority(plan: Mapping[str, object], arm: str, trials: Sequence[Trial]) -
                 "effects": {str(block): str(value) for block, value in zip(measured, one, strict=True)},
                 "median": str(median) if rank else None, "lower": str(low) if rank else None,
                 "upper": str(high) if rank else None, "coverage": str(_coverage(total, rank)) if rank else None,
-                "blocks_better": better, "ties": total - better - worse, "p": str(p), "p_holm": str(p_holm), "screen": screen, "claim": claim,
+                "blocks_better": better, "ties": total - better - worse,
+                "p": str(p), "p_holm": str(p_holm), "screen": screen, "claim": claim,
             }
         )  # fmt: skip
         lines.append(
@@ -600,8 +645,6 @@ def _noise(
                 continue
             difference = abs(second / first - 1)
             cell, metric = key
-            derived.noise.append(
-                {"pair": list(pair), "cell": cell, "metric": metric, "difference": str(difference)}
-            )
+            derived.noise.append({"pair": list(pair), "cell": cell, "metric": metric, "difference": str(difference)})
             if not difference < practical:
                 derived.why.append(f"A/A blocks {pair} differ by {float(difference):.4f}")
