@@ -388,6 +388,17 @@ def test_a_trial_that_is_gone_is_found(timed: TimedRun, tmp_path: Path) -> None:
     assert texts(result, 7)
 
 
+def test_a_campaign_without_its_trials_is_found(timed: TimedRun, tmp_path: Path) -> None:
+    """Every trial is gone, and the receipts that say PASS are left."""
+    campaign = Campaign(timed, tmp_path / "run")
+    for attempt in (campaign.folder / "evidence").glob("*/attempt-*"):
+        if (attempt / "trial.json").exists():
+            shutil.rmtree(attempt)
+    campaign.seal()
+    found = texts(campaign.audited(), 18)
+    assert any("expected no PASS: block 1 is not whole" in text for text in found), found
+
+
 def test_a_failed_attempt_at_a_block_voids_it(timed: TimedRun, tmp_path: Path) -> None:
     """A first attempt at a block that failed after a recording, and a second one that is complete."""
     campaign = Campaign(timed, tmp_path / "run")
@@ -480,10 +491,9 @@ def campaigns(draw: st.DrawFn) -> tuple[plans.Plan, dict[tuple[str, int], Figure
         for arm in block.order:
             kind = draw(st.sampled_from(["whole"] * 30 + ["void", "none", "infinite", "zero"])) if broken else "whole"
             value = 10 * (draw(RATIOS) if arm == "candidate" else 1 + Fraction(draw(st.integers(0, 60)), 1000))
+            broken_figures: dict[str, Fraction | float] = {"infinite": inf, "zero": Fraction(0)}
             figures: dict[tuple[str, str], Fraction | float | None] = {
-                (cell, metric): {"infinite": inf, "zero": Fraction(0)}.get(
-                    kind, value if better == "lower" else 1 / value
-                )
+                (cell, metric): broken_figures.get(kind, value if better == "lower" else 1 / value)
                 for cell, metric, better in keys
             }
             why = "found a tap" if kind == "void" else ""

@@ -29,6 +29,8 @@ from pytest_kvqual.audit.timing import judgment
 RECORDINGS: Final = 17
 STATISTICS: Final = 18
 TRIAL: Final = "trial.json"
+TRIAL_GATE: Final = "trial"
+SUPERIORITY: Final = "superiority"
 WARM_UP: Final = "warm-up"
 _RECORDING: Final = re.compile(r"(cell-[a-z][a-z0-9-]*|warm-up|fidelity-(?!poison-)[a-z-]+)\.jsonl")
 
@@ -59,12 +61,14 @@ class Plan:
 
 def check(tree: Tree, records: Records, newest: Mapping[str, Receipt], report: Report) -> None:
     """Verify every recording, then hold the receipts of trial and superiority against what follows from them."""
-    timed = [receipt for receipt in newest.values() if receipt.gate in ("fidelity", "trial", "superiority")]
+    timed = [receipt for receipt in newest.values() if receipt.gate in ("fidelity", TRIAL_GATE, SUPERIORITY)]
     for receipt in timed:
         _sealed(records, receipt, report)
     length = next((receipt.scope.length for receipt in newest.values()), 0)
     plan: Plan | None = None
-    if any(TRIAL in attempt.sealed for attempt in records.attempts.values()):
+    # A receipt that says PASS of trials needs them, and the plan, whatever lies in the evidence.
+    passed = any(receipt.gate in (TRIAL_GATE, SUPERIORITY) and receipt.outcome == "PASS" for receipt in timed)
+    if passed or any(TRIAL in attempt.sealed for attempt in records.attempts.values()):
         with report.reading(STATISTICS, f"{STUDY}/{records.frozen.sha256}"):
             plan = _plan(tree, records, length)
             if plan is not None:
@@ -90,9 +94,9 @@ def check(tree: Tree, records: Records, newest: Mapping[str, Receipt], report: R
         return
     for receipt in timed:
         with report.reading(STATISTICS, receipt.name):
-            if receipt.gate == "trial":
+            if receipt.gate == TRIAL_GATE:
                 _compare_trial(receipt, trials, report)
-            elif receipt.gate == "superiority":
+            elif receipt.gate == SUPERIORITY:
                 _compare_superiority(receipt, plan, trials, report)
 
 
