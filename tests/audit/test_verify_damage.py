@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -753,6 +754,21 @@ def test_it_is_a_subcommand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     record.write_bytes(to_bytes(open_lines()))
     assert cli.main(["verify", str(record)]) == 0
     assert capsys.readouterr().out.startswith(f"{record}: verified: 8 offered")
+
+
+def test_a_reader_that_has_read_enough_gets_no_traceback(tmp_path: Path) -> None:
+    """Standard output is closed after the first line: the command ends with status 2 and says nothing."""
+    record = tmp_path / "cell-open.jsonl"
+    record.write_bytes(to_bytes(open_lines()))
+    source = Path(__file__).resolve().parents[2] / "src"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-S", "-B", "-m", "pytest_kvqual.audit.recording", str(record)],
+        stdout=writer, stderr=subprocess.PIPE, check=False, timeout=60, cwd=source, env={"PATH": ""},
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (2, b"")
 
 
 def test_it_runs_on_a_bare_interpreter(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import base64
 import binascii
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -697,6 +698,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and print; the exit status."""
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has read enough; what is still buffered must not raise once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    return status
+
+
+def _run(arguments: argparse.Namespace) -> int:
     status = 0
     for path in arguments.records:
         try:
@@ -712,7 +724,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(one_line(f"{path}: check {check}: {line}"))
         if len(found.findings) > _SHOWN:
             print(f"{path}: and {len(found.findings) - _SHOWN} more findings")
-        verdict = "verified" if not found.findings else f"{len(found.findings)} findings"
+        count = len(found.findings)
+        verdict = "verified" if not count else f"{count} finding{'s' if count > 1 else ''}"
         if arguments.json:
             figures = {name: spelled(value) for name, value in found.figures.items()}
             document = {"record": str(path), "verified": not found.findings, "figures": figures}
