@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pytest_kvqual.audit import attempts as evidence
 from pytest_kvqual.audit import frozen as study
-from pytest_kvqual.audit import gsm8k, rederive, settings, timing, trials
+from pytest_kvqual.audit import gsm8k, plans, rederive, settings, timing
 from pytest_kvqual.audit import receipts as stored
 from pytest_kvqual.audit.captures import Responses
 from pytest_kvqual.audit.checks import CHECKS, Report
@@ -19,6 +19,7 @@ from pytest_kvqual.audit.files import DamagedError, Tree
 from pytest_kvqual.audit.frozen import SCORED, Frozen
 from pytest_kvqual.audit.receipts import Folder, Receipt, Scope
 from pytest_kvqual.audit.rederive import QUALITY, GateResult, Records
+from pytest_kvqual.audit.trials import Run
 
 
 class UnusableError(Exception):
@@ -45,6 +46,8 @@ class Result:
     scope: Scope | None = None
     report: Report = field(default_factory=Report)
     gates: list[GateResult] = field(default_factory=list)
+    timed: list[GateResult] = field(default_factory=list)
+    """The gates that time."""
     inputs: dict[str, str] = field(default_factory=dict)
     timing: str = "refused"
     reached: bool = False
@@ -144,10 +147,7 @@ def _audit(tree: Tree, options: Options) -> Result:
     _settings(records, newest, report)
     with report.reading(14, "gsm8k"):
         gsm8k.check(records, newest, options.gsm8k, report)
-    with report.reading(trials.STATISTICS, stored.FOLDER):
-        trials.check(tree, records, newest, report)
-    with report.reading(16, stored.FOLDER):
-        result.timing = timing.check(records, newest, result.gates, report)
+    _timed(tree, options, frozen, records, folder, result, scope)
     if all(gate.stands for gate in result.gates if gate.required):
         for attempt in _named(records, newest):
             if attempt.outcome != "complete":
@@ -157,6 +157,31 @@ def _audit(tree: Tree, options: Options) -> Result:
     if not result.passed and result.timing == "allowed":
         result.timing = "refused"
     return result
+
+
+def _timed(
+    tree: Tree, options: Options, frozen: Frozen, records: Records, folder: Folder, result: Result, scope: Scope
+) -> None:
+    """Checks 16 to 19."""
+    report = result.report
+    timed = {plan.name for plan in frozen.gates if plan.timing}
+    receipts = [receipt for receipt in folder.receipts if receipt.gate in timed]
+    run = Run(
+        tree=tree,
+        frozen=frozen,
+        scope=scope,
+        prefix=options.prefix,
+        attempts=records.attempts,
+        folders={scope.arm: folder},
+        plan=None,
+        report=report,
+    )
+    with report.reading(16, stored.FOLDER):
+        result.timing = timing.check(run, receipts, result.gates)
+    if timed:
+        run.plan = plans.read(tree, frozen, scope.length, report)
+        with report.reading(19, stored.FOLDER):
+            result.timed = timing.derive(run, receipts)
 
 
 def _folder(tree: Tree, options: Options, report: Report) -> Folder | None:
@@ -314,7 +339,10 @@ def _against_the_lock(frozen: Frozen, newest: Mapping[str, Receipt], report: Rep
 def _records(
     tree: Tree, options: Options, frozen: Frozen, scope: Scope, newest: Mapping[str, Receipt], report: Report
 ) -> Records:
-    arms = list(dict.fromkeys((scope.arm, *frozen.controls)))
+    # Superiority rests on the trials of every arm of the plan.
+    planned = plans.rules_of(frozen, scope.length).get("arms")
+    others = [arm for arm in (planned if isinstance(planned, list) else []) if arm in frozen.arms]
+    arms = list(dict.fromkeys((scope.arm, *frozen.controls, *others)))
     stem = f"-{scope.length}-{scope.cache_bytes}"
     found: dict[str, evidence.Attempt] = {}
     if tree.kind(evidence.FOLDER) == "folder":
@@ -354,17 +382,16 @@ def _gates(frozen: Frozen, newest: Mapping[str, Receipt], records: Records, repo
 
 
 def _named(records: Records, newest: Mapping[str, Receipt]) -> list[evidence.Attempt]:
-    """The attempts that the newest receipts name."""
-    return [records.attempts[name] for name in rederive.wanted(newest) if name in records.attempts]
+    """The attempts that the newest receipts of the gates that do not time name."""
+    timed = {plan.name for plan in records.frozen.gates if plan.timing}
+    named = rederive.wanted({gate: receipt for gate, receipt in newest.items() if gate not in timed})
+    return [records.attempts[name] for name in named if name in records.attempts]
 
 
 def _settings(records: Records, newest: Mapping[str, Receipt], report: Report) -> None:
     named = _named(records, newest)
-    # A trial reads a part of the identity, under a name of its own; fidelity has no server of an arm.
-    timed = {plan.name for plan in records.frozen.gates if plan.timing}
-    quality = _named(records, {gate: receipt for gate, receipt in newest.items() if gate not in timed})
-    own = [attempt for attempt in quality if records.own(attempt)]
-    controls = [attempt for attempt in quality if not records.own(attempt)]
+    own = [attempt for attempt in named if records.own(attempt)]
+    controls = [attempt for attempt in named if not records.own(attempt)]
     with report.reading(13, evidence.FOLDER):
         settings.check(records.frozen, own, controls, report)
     engines: dict[str, str] = {}
@@ -392,6 +419,7 @@ def lines(result: Result) -> Sequence[str]:
         else:
             found.append(f"check {number:2d} {name}: ok")
     found += [f"gate {gate.line()}" for gate in result.gates]
+    found += [f"gate {gate.line()}" for gate in result.timed if gate.stored]
     found += [f"note {note}" for note in result.report.notes]
     found.append(f"verdict: {result.verdict()}")
     return found

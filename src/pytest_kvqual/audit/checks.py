@@ -21,9 +21,9 @@
 14. GSM8K: the same panel in all arms, made of the test set that the study names.
 15. Controls and null: the study's controls, the null captured twice, and no capture copied from another.
 16. Timing: none without every gate above it.
-17. Recordings: each verifies (``kvqual verify``), and a trial's is a replay of the frozen trace.
-18. Timed trials and their statistics: what the receipts of trial and superiority say follows from the recordings, the
-    server's counters and the frozen plan.
+17. Recordings: each recording of a timed load is consistent in itself and with its trace (``audit/recording.py``).
+18. Timing plan: the frozen plan follows from the study's rules and traces, is balanced, and can be significant.
+19. Timing verdicts: fidelity, each trial and superiority follow from the recordings.
 
 What check 13 can see: what each worker observed of itself (``identity.json``: backend and KV format of each layer,
 block size, pool, scales, versions of distributions, the settings after every default), what was read again after the
@@ -63,7 +63,8 @@ CHECKS: Final[Mapping[int, str]] = MappingProxyType(
         15: "controls, null and copies",
         16: "timing",
         17: "recordings",
-        18: "trials and statistics",
+        18: "timing plan",
+        19: "timing verdicts",
     }
 )
 """Each check's number and its meaning in a few words; this module's docstring says it in full."""

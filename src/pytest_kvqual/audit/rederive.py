@@ -450,7 +450,7 @@ def _compare_receipt(receipt: Receipt, derived: figures.Derived, report: Report)
             f"{derived.findings[:1]}",
         )  # fmt: skip
     relative = _RELATIVE if receipt.gate == "nll" else 0.0
-    for path, found, expected in _differences(receipt.details, derived.details, "details", relative):
+    for path, found, expected in differences(receipt.details, derived.details, "details", relative):
         decision = path.rpartition(".")[2] in ("lost", "gained") or path.startswith(
             ("details.answers", "details.by_grade")
         )
@@ -459,7 +459,7 @@ def _compare_receipt(receipt: Receipt, derived: figures.Derived, report: Report)
         report.look(10)
 
 
-def _differences(found: object, expected: Any, path: str, relative: float) -> list[tuple[str, str, str]]:
+def differences(found: object, expected: Any, path: str, relative: float) -> list[tuple[str, str, str]]:
     """Each place where two JSON values differ; numbers may by ``relative``, floats alone."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         lines = []
@@ -467,7 +467,7 @@ def _differences(found: object, expected: Any, path: str, relative: float) -> li
             if key not in found or key not in expected:
                 lines.append((f"{path}.{key}", "it" if key in found else "none", "none" if key in found else "it"))
             else:
-                lines += _differences(found[key], expected[key], f"{path}.{key}", relative)
+                lines += differences(found[key], expected[key], f"{path}.{key}", relative)
         return lines
     if isinstance(expected, list | tuple) and isinstance(found, list):
         if list(expected) == found:

@@ -77,7 +77,7 @@ def build(result: Result, *, time: str | None = None) -> dict[str, object]:
                     "how": gate.how,
                     "stands": gate.stands,
                 }
-                for gate in result.gates
+                for gate in (*result.gates, *(gate for gate in result.timed if gate.stored))
             ],
             "notes": list(result.report.notes),
         },

@@ -1,654 +1,517 @@
-"""Timed trials and their statistics, derived again from the recordings (checks 17 and 18).
+"""Trials: their recordings verified (check 17), and what a trial's records say under the rules of its gate (check 19).
 
-Exact arithmetic of its own: figures come from :mod:`pytest_kvqual.audit.recording`, effects, sign test, interval and
-Holm's correction from here. What it cannot see of a trial: whether layers, parameters and scales were those that were
-qualified; the receipt says so.
+The rules have the numbers that the gate has. What cannot be seen here is chained: that no tap was in place, which
+kernels ran and what the server counted stand as the worker and the server said.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
-from math import comb
 from typing import Final
 
-from pytest_kvqual.audit import recording
-from pytest_kvqual.audit.attempts import FOLDER, Attempt
+from pytest_kvqual.audit import attempts as evidence
+from pytest_kvqual.audit import receipts as stored
+from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.checks import Report
-from pytest_kvqual.audit.files import DamagedError, Tree, parse, sha256
-from pytest_kvqual.audit.frozen import FOLDER as STUDY
-from pytest_kvqual.audit.receipts import Receipt, read_folder
-from pytest_kvqual.audit.recording import Found, Value, spelled
-from pytest_kvqual.audit.rederive import Records
-from pytest_kvqual.audit.timing import judgment
+from pytest_kvqual.audit.files import DamagedError, Tree, canonical, parse, sha256
+from pytest_kvqual.audit.frozen import Frozen
+from pytest_kvqual.audit.plans import Plan, decimal
+from pytest_kvqual.audit.receipts import Folder, Receipt, Scope, required_before
+from pytest_kvqual.audit.recording import Verified, verify
+from pytest_kvqual.audit.shapes import integer, shown, table
 
-RECORDINGS: Final = 17
-STATISTICS: Final = 18
-TRIAL: Final = "trial.json"
-TRIAL_GATE: Final = "trial"
-SUPERIORITY: Final = "superiority"
-WARM_UP: Final = "warm-up"
-_RECORDING: Final = re.compile(r"(cell-[a-z][a-z0-9-]*|warm-up|fidelity-(?!poison-)[a-z-]+)\.jsonl")
+TRIAL, TRIAL_IDENTITY, WARM_UP = "trial.json", "trial-identity.json", "warm-up"
+RECORDING: Final = re.compile(r"cell-.+\.jsonl|warm-up\.jsonl|fidelity-.+\.jsonl")
+POISON: Final = "fidelity-poison-"
+"""Of the recordings that a planted fault of the recorder made, only the form is checked: they must not be in order."""
+CLAIMS: Final = "claims"
+_IDENTITY: Final = (
+    "layers", "attention_backend", "attention_impl", "pool_bytes", "parameters", "scales", "settings",
+)  # fmt: skip
+_REFERENCE, _IDENTITY_FILE, _DISPATCH = "reference.jsonl", "identity.json", "dispatch.json"
 
 
 @dataclass(kw_only=True, slots=True)
-class Trial:
-    """One trial: why it is void (nothing where it is valid), and its figures by (cell, name)."""
+class Run:
+    """What the timing checks read: the run directory, its study and plan, the attempts, and each arm's receipts."""
 
-    name: str
-    arm: str
-    block: int
-    objections: list[str] = field(default_factory=list)
-    figures: dict[tuple[str, str], Value] = field(default_factory=dict)
-    cells: dict[str, dict[str, object]] = field(default_factory=dict)
-    """What a receipt of the trial says of each cell."""
+    tree: Tree
+    frozen: Frozen
+    scope: Scope
+    prefix: str
+    attempts: Mapping[str, Attempt]
+    folders: dict[str, Folder]
+    plan: Plan | None
+    report: Report
+    verified: dict[tuple[str, str], Verified] = field(default_factory=dict)
+
+    def bundle(self, arm: str) -> str:
+        """The folder of an arm's attempts and receipts."""
+        return f"{self.prefix}{arm}-{self.scope.length}-{self.scope.cache_bytes}"
+
+    def receipts(self, arm: str) -> Mapping[str, Receipt]:
+        """The newest receipts of an arm."""
+        return self.folder(arm).newest()
+
+    def folder(self, arm: str) -> Folder:
+        """Every receipt of an arm; another arm's are read without a word about what is wrong with them."""
+        if arm not in self.folders:
+            name = self.bundle(arm)
+            there = self.tree.kind(stored.FOLDER, name) == "folder"
+            nothing = Folder(name=name, receipts=(), numbers={})
+            self.folders[arm] = stored.read_folder(self.tree, name, Report()) if there else nothing
+        return self.folders[arm]
+
+    def judgment(self, arm: str, gate: str) -> str | None:
+        """The digest that a record of a timing gate must carry; None where the arm has no receipts here."""
+        receipts = self.receipts(arm)
+        if not receipts:
+            return None
+        scope = next(iter(receipts.values())).scope
+        named = {key: getattr(scope, key) for key in ("lock", "arm", "length", "cache_bytes", "engine")}
+        above = required_before(self.frozen.gates, gate)
+        document = {
+            "study": self.frozen.name,
+            "gate": gate,
+            "scope": named,
+            "receipts": {name: receipts[name].sha256 for name in above if name in receipts},
+        }
+        return sha256(canonical(document))
+
+    def document(self, attempt: Attempt, name: str) -> dict[str, object]:
+        """A document of an attempt.
+
+        Raises:
+            DamagedError: It is not sealed, or no table.
+        """
+        if name not in attempt.intact:
+            raise DamagedError(f"evidence/{attempt.name}/{name}: found no such sealed file, expected it")
+        return table(parse(self.tree.read(*_path(attempt), name)), name)
+
+    def recording(self, attempt: Attempt, name: str) -> Verified:
+        """A recording of an attempt, verified once.
+
+        Raises:
+            DamagedError: It is not sealed, or no recording.
+        """
+        key = (attempt.name, name)
+        if key not in self.verified:
+            if name not in attempt.intact:
+                raise DamagedError(f"evidence/{attempt.name}/{name}: found no such sealed file, expected it")
+            with self.tree.open(*_path(attempt), name) as file:
+                self.verified[key] = verify(iter(file), trace=self._trace(name))
+        return self.verified[key]
+
+    def _trace(self, name: str) -> bytes | None:
+        cell = name.removeprefix("cell-").removesuffix(".jsonl") if name.startswith("cell-") else None
+        return self.plan.traces.get(cell) if self.plan is not None and cell is not None else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """The frozen plan, and what goes with it: rules, each trace's bytes, and which prompts are canaries of what."""
-
-    document: Mapping[str, object]
-    rules: Mapping[str, object]
-    sha256: str
-    traces: Mapping[str, bytes]
-    canaries: Mapping[str, str]
+def _path(attempt: Attempt) -> tuple[str, str, str]:
+    return evidence.FOLDER, attempt.bundle, f"attempt-{attempt.number}"
 
 
-def check(tree: Tree, records: Records, newest: Mapping[str, Receipt], report: Report) -> None:
-    """Verify every recording, then hold the receipts of trial and superiority against what follows from them."""
-    timed = [receipt for receipt in newest.values() if receipt.gate in ("fidelity", TRIAL_GATE, SUPERIORITY)]
-    for receipt in timed:
-        _sealed(records, receipt, report)
-    length = next((receipt.scope.length for receipt in newest.values()), 0)
-    plan: Plan | None = None
-    # A receipt that says PASS of trials needs them, and the plan, whatever lies in the evidence.
-    passed = any(receipt.gate in (TRIAL_GATE, SUPERIORITY) and receipt.outcome == "PASS" for receipt in timed)
-    if passed or any(TRIAL in attempt.sealed for attempt in records.attempts.values()):
-        with report.reading(STATISTICS, f"{STUDY}/{records.frozen.sha256}"):
-            plan = _plan(tree, records, length)
-            if plan is not None:
-                _planned(plan, f"{STUDY}/{records.frozen.sha256}", report)
-    trials: list[Trial] = []
-    for attempt in records.attempts.values():
-        found: dict[str, Found] = {}
-        for name in attempt.sealed:
-            match = _RECORDING.fullmatch(name)
-            if match is None or attempt.outcome == "unfinished":
+def recordings(run: Run) -> None:
+    """Check 17: every sealed recording of the attempts, those of planted faults by their form alone."""
+    for attempt in run.attempts.values():
+        for name in sorted(attempt.intact):
+            if not RECORDING.fullmatch(name):
                 continue
-            where = f"{FOLDER}/{attempt.name}/{name}"
-            with report.reading(RECORDINGS, where):
-                trace = plan.traces.get(match[1].removeprefix("cell-")) if plan is not None else None
-                found[match[1].removeprefix("cell-")] = _verified(tree, attempt, name, trace, where, report)
-        if plan is not None and TRIAL in attempt.sealed and attempt.outcome == "complete":
-            with report.reading(STATISTICS, f"{FOLDER}/{attempt.name}/{TRIAL}"):
-                trials.append(_trial(tree, records, attempt, plan, found))
-        elif plan is not None and attempt.outcome == "failed":
-            # A block is timed once: an attempt at it that failed voids it, whatever was recorded later.
-            trials += [_failed(attempt, load) for load in list(found.values())[:1] if _about(load, "block") is not None]
-    if plan is None:
-        return
-    for receipt in timed:
-        with report.reading(STATISTICS, receipt.name):
-            if receipt.gate == TRIAL_GATE:
-                _compare_trial(receipt, trials, report)
-            elif receipt.gate == SUPERIORITY:
-                _compare_superiority(receipt, plan, trials, report)
-
-
-def _sealed(records: Records, receipt: Receipt, report: Report) -> None:
-    """Check 7 of a timing receipt: each file that it names is sealed as it says, in an attempt that is read here."""
-    for name, digest in receipt.evidence.items():
-        report.look(7)
-        folder, _, file = name.rpartition("/")
-        attempt = records.attempts.get(folder)
-        if attempt is None or attempt.sealed.get(file) != digest or file not in attempt.intact:
-            now = None if attempt is None else attempt.sealed.get(file)
-            report.find(
-                7, receipt.name, f"evidence {name}: found {now or 'no such sealed file'}, expected sha256 {digest}"
-            )
-
-
-def _verified(tree: Tree, attempt: Attempt, name: str, trace: bytes | None, where: str, report: Report) -> Found:
-    data = tree.read(FOLDER, attempt.bundle, f"attempt-{attempt.number}", name)
-    if sha256(data) != attempt.sealed[name]:
-        raise DamagedError(f"found sha256 {sha256(data)}, expected {attempt.sealed[name]} as sealed")
-    found = recording.read(data, trace=trace)
-    report.look(RECORDINGS)
-    for number, text in found.findings:
-        report.find(RECORDINGS, where, f"verify check {number}: {text}")
-    return found
-
-
-# -- the frozen plan -------------------------------------------------------------------------------------------------
-
-
-def _plan(tree: Tree, records: Records, length: int) -> Plan:
-    lock = records.frozen.sha256
-    rules = records.frozen.part("timing", str(length))
-    data = tree.read(STUDY, lock, *_path(rules, "plan"))
-    document = _mapping(parse(data), "the plan")
-    panel = _mapping(parse(tree.read(STUDY, lock, *_path(rules, "panel"))), "the timing panel")
-    items = panel.get("items")
-    cells = rules.get("cells")
-    return Plan(
-        document=document,
-        rules=rules,
-        sha256=sha256(data),
-        traces={
-            str(cell.get("name")): tree.read(STUDY, lock, *_path(cell, "trace"))
-            for cell in (cells if isinstance(cells, list) else [])
-            if isinstance(cell, dict)
-        },
-        canaries={
-            str(item.get("id")): str(item.get("expected"))
-            for item in (items if isinstance(items, list) else [])
-            if isinstance(item, dict) and item.get("grade") == "canary"
-        },
-    )
-
-
-def _planned(plan: Plan, where: str, report: Report) -> None:
-    """The plan is of the study's rules and traces, and its order is balanced."""
-    document, rules = plan.document, plan.rules
-    report.look(STATISTICS)
-    same = ("arms", "null_arm", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction")
-    for key in (*same, "server_ttft_ms", "failed_share", "cold"):
-        if document.get(key) != rules.get(key):
-            report.find(
-                STATISTICS, where, f"plan: {key}: found {document.get(key)!r:.60}, expected {rules.get(key)!r:.60} of "
-                "the study"
-            )  # fmt: skip
-    keys = ("candidate", "control", "cell", "metric", "better")
-    found, expected = ([[it.get(k) for k in keys] for it in _list(table, "comparisons")] for table in (document, rules))
-    if found != expected:
-        report.find(STATISTICS, where, f"plan: found the comparisons {found!r:.80}, expected {expected!r:.80}")
-    digests = {str(it.get("name")): it.get("trace_sha256") for it in _list(document, "cells")}
-    if digests != {name: sha256(data) for name, data in plan.traces.items()}:
-        report.find(STATISTICS, where, "plan: found other digests of traces than the study's, expected theirs")
-    blocks = [(it.get("block"), it.get("kind"), it.get("order")) for it in _list(document, "blocks")]
-    orders = [order for _, kind, order in blocks if kind == "measured" and isinstance(order, list)]
-    idle = [number for number, kind, order in blocks if kind == "null" and order == [rules.get("null_arm")]]
-    pairs = [list(pair) for pair in zip(idle[::2], idle[1::2], strict=False)]
-    numbered = [number for number, _, _ in blocks] == list(range(1, len(blocks) + 1))
-    wanted = (rules.get("blocks"), rules.get("null_pairs"), pairs)
-    if not numbered or (len(orders), len(pairs), document.get("null_pairs")) != wanted or not _balanced(orders, rules):
-        report.find(STATISTICS, where, "plan: found other blocks than the study's rules give, expected them balanced")
-
-
-def _balanced(orders: Sequence[list[object]], rules: Mapping[str, object]) -> bool:
-    """Whether each arm stands in each place, and follows each other arm, equally often."""
-    arms = rules.get("arms")
-    if not isinstance(arms, list) or any(sorted(map(str, order)) != sorted(map(str, arms)) for order in orders):
-        return False
-    places = Counter((str(arm), place) for order in orders for place, arm in enumerate(order))
-    follows = Counter((str(one), str(other)) for order in orders for one, other in pairwise(order))
-    size = len(arms)
-    whole = len(places) == size * size and len(follows) == size * (size - 1)
-    return whole and len(set(places.values())) == 1 and len(set(follows.values())) <= 1
-
-
-def _path(table: Mapping[str, object], key: str) -> list[str]:
-    value = table.get(key)
-    if not isinstance(value, str):
-        raise DamagedError(f"timing.{key}: found {value!r:.60}, expected a file of the study")
-    return [part for part in value.split("/") if part not in ("", ".")]
-
-
-def _mapping(value: object, what: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise DamagedError(f"found no JSON object, expected {what}")
-    return value
-
-
-def _exact(table: Mapping[str, object], key: str) -> Fraction:
-    value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DamagedError(f"{key}: found {value!r:.60}, expected a number")
-    return Fraction(repr(value))
-
-
-def _about(load: Found, key: str) -> object:
-    about = load.header.get("about")
-    return about.get(key) if isinstance(about, dict) else None
-
-
-def _failed(attempt: Attempt, load: Found) -> Trial:
-    block = _about(load, "block")
-    return Trial(
-        name=attempt.name,
-        arm=str(_about(load, "arm")),
-        block=block if type(block) is int else 0,
-        objections=["the attempt failed"],
-    )
+            where = f"evidence/{attempt.name}/{name}"
+            run.report.look(17)
+            try:
+                found = run.recording(attempt, name)
+            except (DamagedError, OSError) as error:
+                run.report.find(17, where, str(error))
+                continue
+            for one in () if name.startswith(POISON) else found.findings:
+                run.report.find(17, where, one.line())
+            expected = name.removesuffix(".jsonl").partition("-")[2] if name != f"{WARM_UP}.jsonl" else WARM_UP
+            if found.header.get("cell") != expected:
+                run.report.find(17, where, f"cell: found {shown(found.header.get('cell'))}, expected {expected!r}")
 
 
 # -- one trial -------------------------------------------------------------------------------------------------------
 
 
-def _trial(tree: Tree, records: Records, attempt: Attempt, plan: Plan, found: Mapping[str, Found]) -> Trial:
-    path = (FOLDER, attempt.bundle, f"attempt-{attempt.number}")
-    document = _mapping(parse(tree.read(*path, TRIAL)), TRIAL)
-    block = document.get("block")
-    trial = Trial(
-        name=attempt.name,
-        arm=str(document.get("arm")),
-        block=block if type(block) is int else 0,
-    )
-    say = trial.objections.append
-    if document.get("plan_sha256") != plan.sha256 or document.get("exploratory") is not False:
-        say("it is not of the frozen plan")
-    if attempt.scope is None or attempt.scope.arm != trial.arm or attempt.scope.lock != records.frozen.sha256:
-        say("it is of another arm or lock than its attempt")
-    say_of = _permitted(tree, records, attempt)
-    if document.get("judgment") != say_of:
-        say("it was made under another permit than its arm's receipts give")
-    names = [cell.get("name") for cell in _list(plan.rules, "cells")]
-    for name in (WARM_UP, *names):
-        if name not in found:
-            say(f"{name}: no recording")
-            return trial
-        if found[str(name)].findings:
-            say(f"{name}: its recording does not verify")
-        _headed(trial, str(name), found[str(name)], document)
-    _loads(trial, document, plan, {str(name): found[str(name)] for name in (WARM_UP, *names)})
-    _warmed(trial, plan, found, names)
-    _qualified(trial, tree, records, document, plan, found)
-    for name in names:
-        load = found[str(name)]
-        trial.figures |= {(str(name), key): value for key, value in load.figures.items()}
-        trial.cells[str(name)] = {
-            "offered": load.offered,
-            "completed": load.completed,
-            "failed": load.failed,
-            "figures": {key: spelled(value) for key, value in load.figures.items()},
-        }
-    return trial
+@dataclass(kw_only=True, slots=True)
+class Objections:
+    """What objects to a gate's records, by rule: what they show, what they lack, and what the null found."""
 
+    found: list[tuple[int, str]] = field(default_factory=list)
+    missing: list[tuple[int, str]] = field(default_factory=list)
+    idle: list[tuple[int, str]] = field(default_factory=list)
 
-def _permitted(tree: Tree, records: Records, attempt: Attempt) -> str:
-    """The judgment of a trial of the attempt's arm, from the newest of that arm's receipts."""
-    if attempt.scope is None:
+    def find(self, rule: int, text: str) -> None:
+        """A rule is broken."""
+        self.found.append((rule, text))
+
+    def gap(self, rule: int, text: str) -> None:
+        """Whether a rule holds cannot be said."""
+        self.missing.append((rule, text))
+
+    @contextmanager
+    def reading(self, rule: int, *, null: bool = False) -> Iterator[None]:
+        """Turn what cannot be read into a gap."""
+        try:
+            yield
+        except (DamagedError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            (self.idle if null else self.missing).append((rule, f"{type(error).__name__}: {error}"))
+
+    def outcome(self, *, missed: Sequence[str] = ()) -> str:
+        """The outcome that follows; ``missed`` are seeded faults that the receipt itself says were not caught."""
+        if self.idle:
+            return "INCONCLUSIVE"
+        if self.found:
+            return "FAIL"
+        return "INCONCLUSIVE" if self.missing or missed else "PASS"
+
+    def first(self) -> str:
+        """The line that decides."""
+        for rule, words in (*self.idle, *self.found, *self.missing):
+            return f"rule {rule}: {words}"
         return ""
-    found = read_folder(tree, attempt.bundle, Report()).newest()
-    return judgment(records.frozen, "trial", attempt.scope, {name: it.sha256 for name, it in found.items()})
-
-
-def _headed(trial: Trial, name: str, load: Found, document: Mapping[str, object]) -> None:
-    """A recording is of this trial: its header says the same as ``trial.json``."""
-    same = [_about(load, key) == document.get(key) for key in ("arm", "block", "plan_sha256", "qualified")]
-    same += [load.header.get(key) == document.get(key) for key in ("judgment", "exploratory")]
-    if not all(same) or load.header.get("cell") != name:
-        trial.objections.append(f"{name}: its recording is of another cell, trial or permit")
-
-
-def _warmed(trial: Trial, plan: Plan, found: Mapping[str, Found], names: Sequence[object]) -> None:
-    """The warm-up sent as many prompts as the plan says, none of which a cell sends; cells sent their canaries."""
-    warm = {it.prompt for it in found[WARM_UP].answers}
-    cells = {str(name): [it.prompt for it in found[str(name)].answers] for name in names}
-    if found[WARM_UP].offered != plan.rules.get("warm_up") or any(warm & set(prompts) for prompts in cells.values()):
-        trial.objections.append(f"{WARM_UP}: other prompts than the plan says, or a cell's")
-    for cell in _list(plan.rules, "cells"):
-        name = str(cell.get("name"))
-        if sum(prompt in plan.canaries for prompt in cells[name]) != cell.get("canaries"):
-            trial.objections.append(f"{name}: another number of canaries than the plan says")
-
-
-def _list(table: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
-    value = table.get(key)
-    return [it for it in value if isinstance(it, dict)] if isinstance(value, list) else []
-
-
-def _loads(trial: Trial, document: Mapping[str, object], plan: Plan, loads: Mapping[str, Found]) -> None:
-    """Taps, failures, the server's counters, lateness and the server's own TTFT, load by load."""
-    say = trial.objections.append
-    readings = {str(it.get("when")): it.get("values") for it in _list(document, "counters")}
-    taps = _list(document, "taps")
-    wanted = [f"before-{WARM_UP}", f"after {WARM_UP}"]
-    wanted += [f"{when} {name}" for name in loads if name != WARM_UP for when in ("before", "after")]
-    if [it.get("when") for it in taps] != wanted or list(readings) != wanted:
-        say("taps or counters were not read before and after each load")
-        return
-    for it in taps:
-        ranks = it.get("ranks")
-        clean = {"installed": False, "faults": 0, "held": 0}
-        if not isinstance(ranks, list) or not ranks or any(rank != clean for rank in ranks):
-            say(f"a tap, fault or held block was in place {it.get('when')}")
-    previous: Mapping[str, object] | None = None
-    for name, found in loads.items():
-        before = readings[f"before-{WARM_UP}" if name == WARM_UP else f"before {name}"]
-        after = readings[f"after {name}"]
-        if not isinstance(before, dict) or not isinstance(after, dict):
-            say(f"{name}: counters that cannot be read")
-            continue
-        if previous is not None and previous != before:
-            say(f"counters moved before {name}, while nothing was sent")
-        previous = after
-        _counted(trial, plan, name, found, before, after)
-        if name != WARM_UP:
-            _client(trial, plan, name, found, before, after)
-
-
-def _counted(
-    trial: Trial, plan: Plan, name: str, found: Found, before: Mapping[str, object], after: Mapping[str, object]
-) -> None:
-    say = trial.objections.append
-    failed = sum(found.failed.values())
-    allowed = Fraction(0) if name == WARM_UP else _exact(plan.rules, "failed_share") * found.offered
-    if failed > allowed:
-        say(f"{name}: {failed} of {found.offered} requests failed")
-    tokens = {
-        "generation_tokens": sum(len(it.ids) for it in found.answers),
-        "prompt_tokens": sum(it.prompt_tokens or 0 for it in found.answers),
-    }
-    for key, value in tokens.items():
-        moved = _integer(after, key) - _integer(before, key)
-        if moved != value and (not failed or moved < value):
-            say(f"{name}: {moved} {key} on the server, {value} at the client")
-    ended = sum(_ended(after).values()) - sum(_ended(before).values())
-    if ended < found.completed or (not failed and ended != found.completed):
-        say(f"{name}: {ended} requests ended on the server, {found.completed} at the client")
-    if _integer(after, "preemptions") != _integer(before, "preemptions"):
-        say(f"{name}: preemptions")
-    if plan.rules.get("cold") is True and _integer(after, "prefix_cache_hits") != _integer(before, "prefix_cache_hits"):
-        say(f"{name}: prompts in the prefix cache, of a plan that says cold")
-
-
-def _client(
-    trial: Trial, plan: Plan, name: str, found: Found, before: Mapping[str, object], after: Mapping[str, object]
-) -> None:
-    say = trial.objections.append
-    late, ttft = found.figures["lateness_p99"], found.figures["ttft_intended_p50"]
-    share = _exact(plan.rules, "lateness_fraction") * _exact(plan.rules, "practical")
-    if not isinstance(late, Fraction) or not isinstance(ttft, Fraction) or not late <= share * ttft:
-        say(f"{name}: dispatch lateness p99 beyond the share of the practical effect")
-    count = _integer(after, "ttft_count") - _integer(before, "ttft_count")
-    if count != sum(bool(it.arrivals) and it.sent is not None for it in found.answers):
-        say(f"{name}: {count} first tokens on the server, another number at the client")
-    mean, sums = found.figures["mean_ttft_send"], (before.get("ttft_sum_s"), after.get("ttft_sum_s"))
-    if count <= 0 or not isinstance(mean, Fraction) or not all(isinstance(it, float | int) for it in sums):
-        say(f"{name}: no mean TTFT of client and server to compare")
-        return
-    server_ms = (float(sums[1]) - float(sums[0])) * 1e3 / count  # type: ignore[arg-type]  # checked above
-    if not abs(float(mean) / 1e6 - server_ms) <= float(_exact(plan.rules, "server_ttft_ms")):
-        say(f"{name}: mean TTFT {float(mean) / 1e6:.1f} ms at the client, {server_ms:.1f} ms at the server")
-
-
-def _integer(values: Mapping[str, object], key: str) -> int:
-    value = values.get(key)
-    if type(value) is not int:
-        raise DamagedError(f"counter {key}: found {value!r:.60}, expected an integer")
-    return value
-
-
-def _ended(values: Mapping[str, object]) -> dict[str, int]:
-    success = values.get("success")
-    return {key: it for key, it in success.items() if type(it) is int} if isinstance(success, dict) else {}
-
-
-def _qualified(
-    trial: Trial, tree: Tree, records: Records, document: Mapping[str, object], plan: Plan, found: Mapping[str, Found]
-) -> None:
-    """Kernels and canaries against the attempt that was qualified."""
-    say = trial.objections.append
-    qualified = records.attempts.get(str(document.get("qualified")))
-    if qualified is None or qualified.scope is None or qualified.scope.arm != trial.arm:
-        say(f"found no qualified attempt {document.get('qualified')!r:.80} of its arm")
-        return
-    path = (FOLDER, qualified.bundle, f"attempt-{qualified.number}")
-    dispatch = _mapping(parse(tree.read(*path, "dispatch.json")), "dispatch.json")
-    kernels = next((it.get("ranks") for it in _list(dispatch, "readings")), None)
-    for it in _list(document, "dispatch"):
-        if not kernels or it.get("ranks") != kernels:
-            say(f"other kernels {it.get('when')} than were qualified")
-    if [it.get("when") for it in _list(document, "dispatch")] != ["before", "after"]:
-        say("kernels were not read before and after")
-    serial: dict[str, list[object]] = {}
-    for line in tree.read(*path, "reference.jsonl").splitlines():
-        record = _mapping(parse(line), "a record of the reference")
-        ids = record.get("token_ids")
-        if record.get("order") == "forward" and isinstance(ids, list):
-            serial[str(record.get("id"))] = ids
-    for name, load in found.items():
-        for answer in load.answers:
-            item = plan.canaries.get(answer.prompt)
-            if item is None or name == WARM_UP:
-                continue
-            expected = serial.get(item, [])
-            shared = min(len(expected), len(answer.ids))
-            if not shared or answer.ids[:shared] != expected[:shared]:
-                say(f"{answer.name}: the canary {item!r} has other tokens than serially")
-
-
-# -- receipts --------------------------------------------------------------------------------------------------------
-
-
-def _compare_trial(receipt: Receipt, trials: Sequence[Trial], report: Report) -> None:
-    report.look(STATISTICS)
-    block = receipt.details.get("block")
-    if receipt.outcome != "PASS":
-        return
-    own = [it for it in trials if (it.arm, it.block) == (receipt.scope.arm, block)]
-    if len(own) != 1:
-        report.find(STATISTICS, receipt.name, f"found {len(own)} trials of block {block}, expected one")
-        return
-    for line in own[0].objections:
-        report.find(STATISTICS, receipt.name, f"found PASS, expected a void trial: {own[0].name}: {line}")
-    trial = own[0]
-    said = receipt.details.get("cells")
-    for name, expected in trial.cells.items():
-        cell = said.get(name) if isinstance(said, dict) else None
-        for key, value in expected.items():
-            stated = cell.get(key) if isinstance(cell, dict) else None
-            if stated != value:
-                report.find(STATISTICS, receipt.name, f"{name}: {key}: {_differ(stated, value)}")
-    figure = f"block {trial.block}, " + "; ".join(
-        f"{name}: {cell['completed']} of {cell['offered']} completed, TTFT p50 "
-        f"{_ms(trial.figures[name, 'ttft_intended_p50'])}, TPOT p50 {_ms(trial.figures[name, 'tpot_p50'])}"
-        for name, cell in trial.cells.items()
-    )
-    if receipt.figure != figure:
-        report.find(STATISTICS, receipt.name, f"figure: found {receipt.figure!r}, expected {figure!r}")
-
-
-def _ms(value: Value) -> str:
-    return "none" if value is None else f"{float(value) / 1e6:.1f} ms"
-
-
-def _differ(found: object, expected: object) -> str:
-    """What two values differ in; of tables the first key."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for key in sorted({*map(str, found), *expected}):
-            if found.get(key) != expected.get(key):
-                return f"{key}: found {found.get(key)!r:.60}, expected {expected.get(key)!r:.60}"
-    return f"found {found!r:.60}, expected {expected!r:.60}"
-
-
-def _compare_superiority(receipt: Receipt, plan: Plan, trials: Sequence[Trial], report: Report) -> None:
-    report.look(STATISTICS)
-    derived = superiority(plan.document, receipt.scope.arm, trials)
-    said = receipt.details.get("family")
-    found = [it for it in said if isinstance(it, dict)] if isinstance(said, list) else []
-    if len(found) != len(derived.family):
-        report.find(
-            STATISTICS,
-            receipt.name,
-            f"found {len(found)} comparisons, expected {len(derived.family)} over complete blocks",
-        )
-    for one, expected in zip(found, derived.family, strict=False):
-        for key, value in expected.items():
-            if one.get(key) != value:
-                report.find(
-                    STATISTICS, receipt.name, f"{expected['metric']} against {expected['control']!r}: {key}: found "
-                    f"{one.get(key)!r:.80}, expected {value!r:.80}, from the recordings"
-                )  # fmt: skip
-    measured = [it.get("block") for it in _list(plan.document, "blocks") if it.get("kind") == "measured"]
-    stated = {"alpha": plan.document.get("alpha"), "practical": plan.document.get("practical"), "blocks": measured}
-    for key, value in stated.items():
-        if receipt.details.get(key) != value:
-            report.find(
-                STATISTICS, receipt.name, f"{key}: found {receipt.details.get(key)!r:.60}, expected {value!r:.60}"
-            )
-    if receipt.outcome == "PASS" and derived.passed:
-        for what, text, wanted in (
-            ("figure", receipt.figure, derived.figure), ("null", receipt.null_figure, derived.null),
-        ):  # fmt: skip
-            if text != wanted:
-                report.find(STATISTICS, receipt.name, f"{what}: found {text!r}, expected {wanted!r}")
-    noise = receipt.details.get("null")
-    if noise != derived.noise:
-        report.find(STATISTICS, receipt.name, f"A/A: found {noise!r:.120}, expected {derived.noise!r:.120}")
-    if (receipt.outcome == "PASS") != derived.passed:
-        outcome = "PASS" if derived.passed else "no PASS"
-        report.find(STATISTICS, receipt.name, f"found {receipt.outcome}, expected {outcome}: {'; '.join(derived.why)}")
 
 
 @dataclass(kw_only=True, slots=True)
-class Derived:
-    """The statistics of one arm: its comparisons, the A/A differences, whether it passes, and why not."""
+class Trial:
+    """One trial as it was found: what objects to it, and its cells' recordings."""
 
-    family: list[dict[str, object]] = field(default_factory=list)
-    noise: list[dict[str, object]] = field(default_factory=list)
-    passed: bool = False
-    figure: str = ""
-    null: str = ""
-    why: list[str] = field(default_factory=list)
+    arm: str
+    block: int
+    name: str
+    objections: Objections
+    cells: dict[str, Verified] = field(default_factory=dict)
+    void: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why the trial may not be used; empty where it may."""
+        return self.void or (self.objections.first() if self.objections.outcome() != "PASS" else "")
+
+    def details(self, plan: Plan) -> dict[str, object]:
+        """What a receipt states of the trial."""
+        return {
+            "block": self.block,
+            "plan_sha256": plan.sha256,
+            "cells": {
+                name: {
+                    "offered": len(cell.requests),
+                    "completed": len(cell.requests) - sum(cell.failed.values()),
+                    "failed": cell.failed,
+                    "figures": {key: figure.exact() for key, figure in cell.figures.items()},
+                }
+                for name, cell in self.cells.items()
+                if name != WARM_UP
+            },
+        }
 
 
-def superiority(plan: Mapping[str, object], arm: str, trials: Sequence[Trial]) -> Derived:
-    """Effects, sign test, interval, Holm's correction, screen, claim and A/A, from the trials' figures."""
-    derived, practical, alpha = Derived(), _exact(plan, "practical"), _exact(plan, "alpha")
-    measured = [it.get("block") for it in _list(plan, "blocks") if it.get("kind") == "measured"]
-    comparisons = _list(plan, "comparisons")
-    lines: list[str] = []
-    effects = [
-        _effects(derived if it.get("candidate") == arm else Derived(), it, measured, trials) for it in comparisons
-    ]
-    values = [Fraction(1) if one is None else _sign(one, it)[0] for it, one in zip(comparisons, effects, strict=True)]
-    for it, one, p, p_holm in zip(comparisons, effects, values, _holm(values), strict=True):
-        if it.get("candidate") != arm:
+def of_block(run: Run, arm: str, block: int) -> Trial | None:
+    """The one trial of an arm in a block; None where none was begun."""
+    names = []
+    claimed = _claimed(run, arm, block)
+    for attempt in run.attempts.values():
+        if attempt.bundle != run.bundle(arm) or (attempt.scope is not None and attempt.scope.lock != run.scope.lock):
             continue
-        if one is None:
-            continue
-        lower_is_better = it.get("better") == "lower"
-        ranked = sorted(one)
-        total, middle = len(ranked), len(ranked) // 2
-        median = ranked[middle] if total % 2 else (ranked[middle - 1] + ranked[middle]) / 2
-        wanted = _exact(plan, "confidence")
-        rank = max((r for r in range(1, total // 2 + 1) if _coverage(total, r) >= wanted), default=0)
-        low, high = (ranked[rank - 1], ranked[total - rank]) if rank else (None, None)
-        bound = 1 - practical if lower_is_better else 1 + practical
-        worst = high if lower_is_better else low
-        screen = median <= bound if lower_is_better else median >= bound
-        claim = worst is not None and (worst <= bound if lower_is_better else worst >= bound)
-        better = _sign(one, it)[1]
-        worse = total - better - sum(value == 1 for value in one)
-        derived.family.append(
-            {
-                "candidate": arm, "control": it.get("control"), "cell": it.get("cell"), "metric": it.get("metric"),
-                "better": it.get("better"),
-                "effects": {str(block): str(value) for block, value in zip(measured, one, strict=True)},
-                "median": str(median) if rank else None, "lower": str(low) if rank else None,
-                "upper": str(high) if rank else None, "coverage": str(_coverage(total, rank)) if rank else None,
-                "blocks_better": better, "ties": total - better - worse,
-                "p": str(p), "p_holm": str(p_holm), "screen": screen, "claim": claim,
-            }
-        )  # fmt: skip
-        lines.append(
-            f"{it.get('metric')} of {arm} against '{it.get('control')}' in {it.get('cell')}: median ratio "
-            f"{float(median):.4f}{_between(low, high, _coverage(total, rank))}, {better} of {total} blocks better, p = "
-            f"{float(p):.4g} (Holm {float(p_holm):.4g}, alpha {float(alpha):g}); screen {_percent(practical)}: "
-            f"{'met' if screen else 'not met'}; claim: {'supported' if claim else 'not supported'}"
-        )
-        if not (better > worse and p_holm <= alpha):
-            derived.why.append(f"p = {p_holm} after Holm, {better} of {total} blocks better")
-        if not screen:
-            derived.why.append(f"median {float(median):.4f}, beyond which {float(bound):.4f} is asked")
-        if not rank:
-            derived.why.append("no interval of the confidence asked")
-    if not any(it.get("candidate") == arm for it in comparisons):
-        derived.why.append("the plan does not compare the arm")
-    _noise(derived, plan, comparisons, trials, practical)
-    largest = _percent(max((Fraction(str(it["difference"])) for it in derived.noise), default=None))
-    derived.figure = "; ".join([*lines, f"A/A {largest}"])
-    pairs = plan.get("null_pairs")
-    derived.null = f"{len(pairs) if isinstance(pairs, list) else 0} A/A pairs, largest difference {largest}"
-    derived.passed = not derived.why
-    return derived
-
-
-def _percent(value: Fraction | None) -> str:
-    return "none" if value is None else f"{100 * float(value):.3g} %"
-
-
-def _between(low: Fraction | None, high: Fraction | None, coverage: Fraction) -> str:
-    if low is None or high is None:
-        return ""
-    return f" [{float(low):.4f}, {float(high):.4f}] at {100 * float(coverage):.1f} %"
-
-
-def _one(trials: Sequence[Trial], arm: object, block: object, key: tuple[str, str]) -> Fraction | None:
-    """A figure of the one valid trial of an arm in a block."""
-    found = [it for it in trials if (it.arm, it.block) == (arm, block)]
-    if len(found) != 1 or found[0].objections:
+        if attempt.name == claimed or _block_of(run, attempt) == block:
+            names.append(attempt.name)
+    if claimed is not None and claimed not in names:
+        # The mark is there and the attempt is not: something was timed, and is gone.
+        return Trial(arm=arm, block=block, name=claimed, objections=Objections(), void=f"found no attempt {claimed}")
+    if not names:
         return None
-    value = found[0].figures.get(key)
-    return value if isinstance(value, Fraction) and value > 0 else None
+    if claimed is None:
+        run.report.find(19, f"evidence/{names[0]}", f"found a trial of block {block} of {arm} without its mark")
+    if len(names) > 1:
+        run.report.find(
+            19, f"evidence/{names[1]}", f"found another trial of block {block} of {arm}, expected {names[0]} alone"
+        )
+        void = f"found {len(names)} attempts ({', '.join(names)}), expected one"
+        return Trial(arm=arm, block=block, name=names[0], objections=Objections(), void=void)
+    attempt = run.attempts[names[0]]
+    if attempt.outcome != "complete":
+        void = f"{attempt.name} is {attempt.outcome}"
+        return Trial(arm=arm, block=block, name=attempt.name, objections=Objections(), void=void)
+    return judged(run, attempt, arm, block)
 
 
-def _effects(
-    derived: Derived, it: Mapping[str, object], measured: Sequence[object], trials: Sequence[Trial]
-) -> list[Fraction] | None:
-    key, found = (str(it.get("cell")), str(it.get("metric"))), []
-    for block in measured:
-        candidate, control = (_one(trials, it.get(name), block, key) for name in ("candidate", "control"))
-        if candidate is None or control is None:
-            derived.why.append(f"block {block} is not whole")
-        else:
-            found.append(candidate / control)
-    return found if found and len(found) == len(measured) else None
+def _claimed(run: Run, arm: str, block: int) -> str | None:
+    """The attempt that the mark of a block names; None where there is no mark."""
+    parts = (CLAIMS, run.bundle(arm), f"{run.scope.lock[:16]}-block-{block}.json")
+    if run.tree.kind(*parts) != "file":
+        return None
+    with run.report.reading(19, "/".join(parts)):
+        document = table(parse(run.tree.read(*parts)), "mark")
+        if document.get("block") != block:
+            run.report.find(19, "/".join(parts), f"block: found {shown(document.get('block'))}, expected {block}")
+        return str(document.get("attempt"))
+    return None
 
 
-def _sign(effects: Sequence[Fraction], it: Mapping[str, object]) -> tuple[Fraction, int]:
-    """The two-sided p of the sign test, ties as near to the middle as they allow, and how many effects are better."""
-    below, above, total = sum(e < 1 for e in effects), sum(e > 1 for e in effects), len(effects)
-    fewer = min(total // 2, min(below, above) + total - below - above)
-    p = 2 * Fraction(sum(comb(total, k) for k in range(fewer + 1)), 2**total)
-    return min(Fraction(1), p), below if it.get("better") == "lower" else above
+def _block_of(run: Run, attempt: Attempt) -> object:
+    if TRIAL not in attempt.intact:
+        return None
+    with run.report.reading(19, f"evidence/{attempt.name}/{TRIAL}"):
+        return run.document(attempt, TRIAL).get("block")
+    return None
 
 
-def _coverage(total: int, rank: int) -> Fraction:
-    return 1 - Fraction(sum(comb(total, k) for k in range(rank)), 2 ** (total - 1))
+def judged(run: Run, attempt: Attempt, arm: str, block: int) -> Trial:
+    """What the records of one trial say under the gate's rules 1 to 11."""
+    own = Objections()
+    found = Trial(arm=arm, block=block, name=attempt.name, objections=own)
+    plan = run.plan
+    if plan is None:
+        own.gap(1, "found no plan")
+        return found
+    with own.reading(1):
+        trial = run.document(attempt, TRIAL)
+        _declared(run, own, plan, trial, arm, block)
+        _taps(own, plan, trial)
+        _recordings(run, own, plan, attempt, found)
+        _qualified(run, own, plan, attempt, trial, found)
+        _counted(own, plan, trial, found)
+        for name in plan.cells:
+            if name in found.cells:
+                _late(own, plan, name, found.cells[name])
+                with own.reading(10):
+                    _server(own, plan, trial, name, found.cells[name])
+        with own.reading(11, null=True):
+            _idle(own, plan, trial)
+    return found
 
 
-def _holm(values: Sequence[Fraction]) -> list[Fraction]:
-    adjusted, largest = [Fraction(1)] * len(values), Fraction(0)
-    for place, (value, index) in enumerate(sorted((value, index) for index, value in enumerate(values))):
-        largest = max(largest, min(Fraction(1), value * (len(values) - place)))
-        adjusted[index] = largest
-    return adjusted
+def _declared(run: Run, own: Objections, plan: Plan, trial: Mapping[str, object], arm: str, block: int) -> None:
+    expected: dict[str, object] = {
+        "schema": 1,
+        "arm": arm,
+        "length": run.scope.length,
+        "block": block,
+        "plan_sha256": plan.sha256,
+        "exploratory": False,
+    }
+    judgment = run.judgment(arm, "trial")
+    if judgment is not None:
+        expected["judgment"] = judgment
+    for key, value in expected.items():
+        if type(trial.get(key)) is not type(value) or trial.get(key) != value:
+            own.find(1, f"{TRIAL}: {key}: found {shown(trial.get(key))}, expected {shown(value)}")
 
 
-def _noise(
-    derived: Derived, plan: Mapping[str, object], comparisons: Sequence[Mapping[str, object]], trials: Sequence[Trial],
-    practical: Fraction,
-) -> None:  # fmt: skip
-    pairs = plan.get("null_pairs")
-    if not pairs:
-        derived.why.append("the plan has no A/A pair")
-    keys = list(dict.fromkeys((str(it.get("cell")), str(it.get("metric"))) for it in comparisons))
-    for pair in pairs if isinstance(pairs, list) else []:
-        for key in keys:
-            first, second = (_one(trials, plan.get("null_arm"), block, key) for block in pair)
-            if first is None or second is None:
-                derived.why.append(f"A/A blocks {pair} are not whole")
-                continue
-            difference = abs(second / first - 1)
-            cell, metric = key
-            derived.noise.append({"pair": list(pair), "cell": cell, "metric": metric, "difference": str(difference)})
-            if not difference < practical:
-                derived.why.append(f"A/A blocks {pair} differ by {float(difference):.4f}")
+def _loads(plan: Plan) -> list[str]:
+    return [WARM_UP, *plan.cells]
+
+
+def _before(name: str) -> str:
+    return f"before-{name}" if name == WARM_UP else f"before {name}"
+
+
+def _readings(trial: Mapping[str, object], key: str) -> dict[str, Mapping[str, object]]:
+    """The readings of a kind by when they were made, in order; of two of one name the first."""
+    values = trial.get(key)
+    found: dict[str, Mapping[str, object]] = {}
+    for place, value in enumerate(values if isinstance(values, list) else []):
+        reading = table(value, f"{TRIAL}: {key}[{place}]")
+        when = str(reading.get("when"))
+        found[when if when not in found else f"{when} again"] = reading
+    return found
+
+
+def _taps(own: Objections, plan: Plan, trial: Mapping[str, object]) -> None:
+    readings = _readings(trial, "taps")
+    wanted = [when for name in _loads(plan) for when in (_before(name), f"after {name}")]
+    if list(readings) != wanted:
+        own.gap(2, f"taps: found readings {list(readings)}, expected {wanted}")
+        return
+    for when, reading in readings.items():
+        ranks = reading.get("ranks")
+        clean = [
+            isinstance(rank, dict) and (rank.get("installed"), rank.get("faults"), rank.get("held")) == (False, 0, 0)
+            for rank in (ranks if isinstance(ranks, list) else [])
+        ]
+        if not clean or not all(clean):
+            own.find(2, f"taps {when}: found some in place, expected none on any rank")
+
+
+def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: Trial) -> None:
+    sent: set[str] = set()
+    judgment = run.judgment(found.arm, "trial")
+    for name in [*plan.cells, WARM_UP]:
+        with own.reading(3):
+            one = run.recording(attempt, f"{WARM_UP}.jsonl" if name == WARM_UP else f"cell-{name}.jsonl")
+            found.cells[name] = one
+            about = one.header.get("about")
+            about = about if isinstance(about, dict) else {}
+            expected: dict[str, object] = {"cell": name, "exploratory": False}
+            if judgment is not None:
+                expected["judgment"] = judgment
+            of = {"arm": found.arm, "block": found.block, "plan_sha256": plan.sha256}
+            for outer, keys in ((one.header, expected), (about, of)):
+                for key, value in keys.items():
+                    if outer.get(key) != value:
+                        own.find(1, f"{name}: {key}: found {shown(outer.get(key))}, expected {shown(value)}")
+            for finding in one.findings:
+                if finding.check in (4, 5, 11):
+                    own.find(3, f"{name}: {finding.line()}")
+            prompts = [request.prompt for request in one.requests]
+            if name != WARM_UP:
+                sent |= set(prompts)
+            elif len(prompts) != plan.rules.get("warm_up") or sent & set(prompts):
+                own.find(3, f"{name}: found {len(prompts)} requests, {len(sent & set(prompts))} with a cell's prompt")
+            failed, allowed = sum(one.failed.values()), Fraction(0) if name == WARM_UP else plan.share("failed_share")
+            if failed > allowed * len(prompts):
+                own.find(4, f"{name}: found {failed} of {len(prompts)} requests failed, expected {allowed} of them")
+
+
+def _qualified(
+    run: Run, own: Objections, plan: Plan, attempt: Attempt, trial: Mapping[str, object], found: Trial
+) -> None:
+    """Rules 5, 6 and 8: held against the attempt that the arm's receipts rest on."""
+    parity = run.receipts(found.arm).get("parity")
+    names = [name for name in (parity.evidence if parity is not None else ()) if name.endswith(f"/{_REFERENCE}")]
+    if len(names) != 1:
+        own.gap(5, f"found {len(names)} attempts that qualified '{found.arm}', expected that of its receipt of parity")
+        return
+    base = run.attempts.get(names[0].rpartition("/")[0])
+    if base is None:
+        own.gap(5, f"found no attempt {names[0]}")
+        return
+    if trial.get("qualified") != base.name:
+        own.find(1, f"{TRIAL}: qualified: found {shown(trial.get('qualified'))}, expected {base.name!r}")
+    with own.reading(5):
+        readings = run.document(base, _DISPATCH).get("readings")
+        first = table(readings[0], "readings[0]") if isinstance(readings, list) and readings else {}
+        kernels = _readings(trial, "dispatch")
+        if list(kernels) != ["before", "after"]:
+            own.gap(5, f"dispatch: found readings {list(kernels)}, expected before and after")
+        for when, reading in kernels.items():
+            if not first.get("ranks") or reading.get("ranks") != first.get("ranks"):
+                own.find(5, f"dispatch {when}: found other kernels than were qualified")
+    with own.reading(6):
+        theirs, ours = (run.document(it, name).get("ranks") for it, name in (
+            (base, _IDENTITY_FILE), (attempt, TRIAL_IDENTITY)
+        ))  # fmt: skip
+        _same_identity(own, ours, theirs)
+    with own.reading(8):
+        _canaries(run, own, plan, base, found)
+
+
+def _same_identity(own: Objections, ours: object, theirs: object) -> None:
+    if not isinstance(ours, list) or not isinstance(theirs, list) or not ours or len(ours) != len(theirs):
+        own.gap(6, "identity: found another number of ranks than was qualified")
+        return
+    for place, (found, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        one, other = table(found, f"rank {place}"), table(wanted, f"rank {place}")
+        for key in _IDENTITY:
+            if key not in one or key not in other or _shared(one[key]) != _shared(other[key]):
+                own.find(6, f"identity: rank {place}: found other {key} than were qualified")
+
+
+def _shared(value: object) -> object:
+    """Layers with the address of their storage replaced by the first of them that has it: each process has others."""
+    if not isinstance(value, list):
+        return value
+    addresses = [it.get("storage_id") if isinstance(it, dict) else None for it in value]
+    return [{**it, "storage_id": addresses.index(it.get("storage_id"))} if isinstance(it, dict) else it for it in value]
+
+
+def _canaries(run: Run, own: Objections, plan: Plan, base: Attempt, found: Trial) -> None:
+    serial: dict[str, list[object]] = {}
+    if _REFERENCE not in base.intact:
+        raise DamagedError(f"evidence/{base.name}/{_REFERENCE}: found no such sealed file, expected it")
+    with run.tree.open(*_path(base), _REFERENCE) as file:
+        for line in file:
+            record = table(parse(line), _REFERENCE)
+            tokens = record.get("token_ids")
+            if record.get("order") == "forward" and isinstance(tokens, list):
+                serial[str(record.get("id"))] = tokens
+    declared = plan.rules.get("cells")
+    wanted = {str(it.get("name")): it.get("canaries") for it in (declared if isinstance(declared, list) else [])}
+    for name in plan.cells:
+        asked = [it for it in (found.cells[name].requests if name in found.cells else ()) if it.prompt in plan.canaries]
+        for request in asked:
+            expected, tokens = serial.get(plan.canaries[request.prompt]), list(request.stream.tokens)
+            shared = min(len(tokens), len(expected or []))
+            if expected is None:
+                own.gap(8, f"{name}: found no serial reference of {plan.canaries[request.prompt]}")
+            elif not shared or tokens[:shared] != expected[:shared]:
+                own.find(8, f"{name}, {request.name}: found other tokens of the canary than serially")
+        if name in found.cells and len(asked) != wanted.get(name):
+            own.gap(8, f"{name}: found {len(asked)} canaries, expected {shown(wanted.get(name))}")
+
+
+def _values(trial: Mapping[str, object], when: str) -> dict[str, object]:
+    readings = _readings(trial, "counters")
+    if when not in readings:
+        raise DamagedError(f"{TRIAL}: found no counters {when}, expected them")
+    return table(readings[when].get("values"), f"counters {when}")
+
+
+def _moved(trial: Mapping[str, object], name: str, key: str) -> int:
+    before, after = _values(trial, _before(name)), _values(trial, f"after {name}")
+    if key != "success":
+        return integer(after, key, "counters", minimum=-(2**63)) - integer(before, key, "counters", minimum=-(2**63))
+    totals = []
+    for values in (before, after):
+        reasons = table(values.get(key), f"counters.{key}")
+        totals.append(sum(integer(reasons, reason, key) for reason in reasons))
+    return totals[1] - totals[0]
+
+
+def _counted(own: Objections, plan: Plan, trial: Mapping[str, object], found: Trial) -> None:
+    for name in _loads(plan):
+        if name not in found.cells:
+            continue
+        one = found.cells[name]
+        with own.reading(7):
+            lost = sum(one.failed.values())
+            if not lost and _moved(trial, name, "success") != len(one.requests):
+                own.find(7, f"{name}: found another number of requests ended on the server than completed")
+            wanted = {
+                "prompt_tokens": sum(it.stream.prompt_tokens or 0 for it in one.requests),
+                "generation_tokens": sum(len(it.stream.tokens) for it in one.requests),
+            }
+            for key, count in wanted.items():
+                moved = _moved(trial, name, key)
+                # What a failed request cost the server is not known to the client.
+                if moved < count or (not lost and moved != count):
+                    own.find(7, f"{name}: found {moved} {key} on the server, expected {count} as received")
+            if _moved(trial, name, "preemptions"):
+                own.find(7, f"{name}: found preemptions, expected none")
+            if plan.rules.get("cold") is not False and _moved(trial, name, "prefix_cache_hits"):
+                own.find(7, f"{name}: found prompt tokens in the prefix cache, expected none: the plan says cold")
+
+
+def _late(own: Objections, plan: Plan, name: str, cell: Verified) -> None:
+    late, ttft = cell.figures["lateness_p99"].value, cell.figures["ttft_intended_p50"].value
+    if not isinstance(late, Fraction) or not isinstance(ttft, Fraction):
+        own.find(9, f"{name}: found no median TTFT to hold the dispatch lateness against")
+        return
+    limit = plan.share("lateness_fraction") * plan.share("practical") * ttft
+    if late > limit:
+        own.find(9, f"{name}: found a lateness p99 of {float(late):.0f} ns, expected at most {float(limit):.0f}")
+
+
+def _server(own: Objections, plan: Plan, trial: Mapping[str, object], name: str, cell: Verified) -> None:
+    mean, count = cell.figures["mean_ttft_send"], _moved(trial, name, "ttft_count")
+    if count <= 0 or count != mean.of or not isinstance(mean.value, Fraction):
+        own.find(10, f"{name}: found {count} first tokens on the server, expected {mean.of} as received")
+        return
+    first, last = (decimal(_values(trial, when), "ttft_sum_s", "counters") for when in (_before(name), f"after {name}"))
+    apart = abs(mean.value / 10**6 - (last - first) * 1000 / count)
+    if apart > plan.share("server_ttft_ms"):
+        own.find(10, f"{name}: found a mean TTFT {float(apart):.1f} ms apart from the server's own")
+
+
+def _idle(own: Objections, plan: Plan, trial: Mapping[str, object]) -> None:
+    for one, other in pairwise(_loads(plan)):
+        before, after = _values(trial, f"after {one}"), _values(trial, _before(other))
+        if before != after:
+            keys = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
+            own.idle.append((11, f"between {one} and {other}: found other {', '.join(keys)}, expected no request"))
