@@ -497,30 +497,41 @@ def read_stream(events: Iterable[tuple[int, bytes]], max_tokens: int) -> Stream:
         name, data = _fields(raw.removeprefix(_BOM) if place == 0 else raw)
         if data is None or not data.strip():
             continue
-        if data.strip() == b"[DONE]":
+        failed = name == b"error"
+        if data.strip() == b"[DONE]" and not failed:
             done = True
             continue
         document = _object(data)
         if document is None:
-            objections.setdefault("malformed", f"data of event {place}: {data[:_SHOWN]!r}")
-        elif document.get("error") is not None or name == b"error":
+            what = "error-object" if failed else "malformed"
+            objections.setdefault(what, f"data of event {place}: {data[:_SHOWN]!r}")
+            continue
+        if failed or document.get("error") is not None or document.get("object") == "error":
             objections.setdefault("error-object", f"an error in event {place}")
-        else:
-            usage, choices = document.get("usage"), document.get("choices")
-            for key in ("completion_tokens", "prompt_tokens"):
-                if isinstance(usage, dict) and type(usage.get(key)) is int:
-                    counts[key] = usage[key]
-            choice = choices[0] if isinstance(choices, list) and choices else None
-            if not isinstance(choice, dict):
+        usage, choices = document.get("usage"), document.get("choices")
+        for key in ("completion_tokens", "prompt_tokens"):
+            if isinstance(usage, dict) and _natural(usage.get(key)):
+                counts[key] = usage[key]
+        brought = 0
+        for choice in choices if isinstance(choices, list) else ():
+            # One answer was asked for: tokens of another are none of its.
+            if not isinstance(choice, dict) or choice.get("index", 0) != 0:
                 continue
-            ids = choice.get("token_ids")
-            if isinstance(ids, list) and all(type(it) is int for it in ids):
+            ids, delta = choice.get("token_ids"), choice.get("delta")
+            if ids is None and isinstance(delta, dict):
+                ids = delta.get("token_ids")
+            if isinstance(ids, list) and all(map(_natural, ids)):
                 tokens += ids
-                if ids:
-                    arrivals.append((at, len(ids)))
+                brought += len(ids)
             elif ids is not None:
                 objections.setdefault("malformed", f"token_ids of event {place}: {kind(ids)}")
-            finished = finished or choice.get("finish_reason") is not None
+            reason = choice.get("finish_reason")
+            if reason == "error":
+                objections.setdefault("error-object", f"the finish reason 'error' in event {place}")
+            elif isinstance(reason, str) and reason not in ("", "abort"):
+                finished = True
+        if brought:
+            arrivals.append((at, brought))
     usage_says = counts.get("completion_tokens")
     if not done or not finished:
         parts = [name for name, there in (("finish reason", finished), ("[DONE]", done)) if not there]
@@ -557,9 +568,17 @@ def _fields(event: bytes) -> tuple[bytes, bytes | None]:
     return name, b"\n".join(values) if values else None
 
 
+def _natural(value: object) -> bool:
+    return type(value) is int and 0 <= value < _WHOLE
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(word)
+
+
 def _object(data: bytes) -> dict[str, object] | None:
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
