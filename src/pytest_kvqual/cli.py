@@ -161,12 +161,6 @@ def _report(args: argparse.Namespace) -> int:
     return 0 if found.passed else 1
 
 
-def _verify(args: argparse.Namespace) -> int:
-    from pytest_kvqual.audit.recording import run
-
-    return run(args)
-
-
 def _audit(args: argparse.Namespace) -> int:
     from pytest_kvqual.audit.command import run
 
