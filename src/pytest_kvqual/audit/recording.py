@@ -81,7 +81,7 @@ _SHOWN: Final = 40
 
 _HEADER: Final = (
     "schema", "kind", "cell", "mode", "concurrency", "requests", "trace_sha256", "judgment", "exploratory",
-    "zero_monotonic_ns", "zero_wall", "timeout_ns", "loop", "timer",
+    "zero_monotonic_ns", "zero_wall", "timeout_ns", "loop", "timer", "about",
 )  # fmt: skip
 _REQUEST: Final = (
     "kind", "request", "prompt", "max_tokens", "intended_ns", "dispatch_ns", "admission_ns", "connected_ns",
@@ -279,12 +279,12 @@ def _fail(where: str, key: str, value: object, expected: str) -> NoReturn:
     raise UnreadableError(one_line(f"{where}: {key}: found {shown(value)}, expected {expected}"))
 
 
-def _keys(document: Mapping[str, object], where: str, needed: Sequence[str], more: Sequence[str] = ()) -> None:
+def _keys(document: Mapping[str, object], where: str, needed: Sequence[str]) -> None:
     for key in needed:
         if key not in document:
             raise UnreadableError(f"{where}: found no key {key!r}, expected one")
     for key in document:
-        if key not in needed and key not in more:
+        if key not in needed:
             raise UnreadableError(one_line(f"{where}: found the unknown key {key!r}, expected {', '.join(needed)}"))
 
 
@@ -309,7 +309,7 @@ def _string(document: Mapping[str, object], key: str, where: str) -> str:
 def _header(document: dict[str, object], where: str, result: Verified) -> dict[str, object]:
     if document.get("kind") != "recording":
         _fail(where, "kind", document.get("kind"), "'recording'")
-    _keys(document, where, _HEADER, ("about",))
+    _keys(document, where, _HEADER)
     if document["schema"] != 1 or type(document["schema"]) is not int:
         _fail(where, "schema", document["schema"], "1")
     for key in ("cell", "mode", "zero_wall", "loop", "timer"):
@@ -319,7 +319,7 @@ def _header(document: dict[str, object], where: str, result: Verified) -> dict[s
     _moment(document, "concurrency", where)
     if type(document["exploratory"]) is not bool:
         _fail(where, "exploratory", document["exploratory"], "true or false")
-    if not isinstance(document.get("about", {}), dict):
+    if not isinstance(document["about"], dict):
         _fail(where, "about", document["about"], "a table")
 
     def expect(holds: bool, key: str, expected: str) -> None:
@@ -497,30 +497,32 @@ def read_stream(events: Iterable[tuple[int, bytes]], max_tokens: int) -> Stream:
         name, data = _fields(raw.removeprefix(_BOM) if place == 0 else raw)
         if data is None or not data.strip():
             continue
-        if data.strip() == b"[DONE]":
+        named = name == b"error"
+        if data.strip() == b"[DONE]" and not named:
             done = True
             continue
         document = _object(data)
         if document is None:
-            objections.setdefault("malformed", f"data of event {place}: {data[:_SHOWN]!r}")
-        elif document.get("error") is not None or name == b"error":
+            said = ("error-object", "an error in") if named else ("malformed", "data of")
+            objections.setdefault(said[0], f"{said[1]} event {place}: {data[:_SHOWN]!r}")
+            continue
+        if document.get("error") is not None or named or document.get("object") == "error":
             objections.setdefault("error-object", f"an error in event {place}")
-        else:
-            usage, choices = document.get("usage"), document.get("choices")
-            for key in ("completion_tokens", "prompt_tokens"):
-                if isinstance(usage, dict) and type(usage.get(key)) is int:
-                    counts[key] = usage[key]
-            choice = choices[0] if isinstance(choices, list) and choices else None
-            if not isinstance(choice, dict):
-                continue
-            ids = choice.get("token_ids")
-            if isinstance(ids, list) and all(type(it) is int for it in ids):
-                tokens += ids
-                if ids:
-                    arrivals.append((at, len(ids)))
-            elif ids is not None:
-                objections.setdefault("malformed", f"token_ids of event {place}: {kind(ids)}")
-            finished = finished or choice.get("finish_reason") is not None
+        # Beside an error: what arrived, arrived.
+        usage = document.get("usage")
+        for key in ("completion_tokens", "prompt_tokens"):
+            if isinstance(usage, dict) and _counts(usage.get(key)):
+                counts[key] = usage[key]
+        ids, reasons, strange = _choices(document.get("choices"))
+        tokens += ids
+        if ids:
+            arrivals.append((at, len(ids)))
+        if strange is not None:
+            objections.setdefault("malformed", f"token_ids of event {place}: {strange}")
+        if "error" in reasons:
+            objections.setdefault("error-object", f"the finish reason 'error' in event {place}")
+        # A server that gave up has not finished.
+        finished = finished or any(reason not in ("", "error", "abort") for reason in reasons)
     usage_says = counts.get("completion_tokens")
     if not done or not finished:
         parts = [name for name, there in (("finish reason", finished), ("[DONE]", done)) if not there]
@@ -543,6 +545,32 @@ def read_stream(events: Iterable[tuple[int, bytes]], max_tokens: int) -> Stream:
     )
 
 
+def _counts(value: object) -> bool:
+    """Whether a value is a count or a token id: a whole number of 64 bits, not below zero."""
+    return type(value) is int and 0 <= value < _WHOLE
+
+
+def _choices(choices: object) -> tuple[list[int], list[str], str | None]:
+    """The token ids of the one answer that was asked for, its finish reasons, and what else stood for token ids."""
+    tokens: list[int] = []
+    reasons: list[str] = []
+    strange: str | None = None
+    for choice in choices if isinstance(choices, list) else []:
+        # Tokens of another answer are not counted: the usage, which has them, then disagrees.
+        if not isinstance(choice, dict) or choice.get("index", 0) != 0:
+            continue
+        ids, delta = choice.get("token_ids"), choice.get("delta")
+        if ids is None and isinstance(delta, dict):
+            ids = delta.get("token_ids")
+        if isinstance(ids, list) and all(map(_counts, ids)):
+            tokens += ids
+        elif ids is not None:
+            strange = strange or kind(ids)
+        if isinstance(choice.get("finish_reason"), str):
+            reasons.append(choice["finish_reason"])
+    return tokens, reasons, strange
+
+
 def _fields(event: bytes) -> tuple[bytes, bytes | None]:
     """The value of the last ``event`` field, and the ``data`` fields joined by LF; None where there are none."""
     values: list[bytes] = []
@@ -557,9 +585,13 @@ def _fields(event: bytes) -> tuple[bytes, bytes | None]:
     return name, b"\n".join(values) if values else None
 
 
+def _no_json(word: str) -> NoReturn:
+    raise ValueError(word)
+
+
 def _object(data: bytes) -> dict[str, object] | None:
     try:
-        value = json.loads(data.decode("utf-8"))
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_json)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
