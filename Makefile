@@ -88,7 +88,7 @@ unit: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 $(PYTEST_ARGS)
 
 engine: model
-	$(BIN)/python -m pytest tests -m engine $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests -m "engine or alone" $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -151,7 +151,7 @@ def test_standing_receipt_counts(gates: Runner) -> None:
 
 def test_timing_is_asked_for_by_name(gates: Runner) -> None:
     """With timing named in -m the timing gate runs, and its absence is a failure too."""
-    result = gates.run("qualification", "-m", "cpu and timing", "-v")
+    result = gates.run("qualification", "-m", "cpu and timing", "--block", "1", "-v")
     assert result.ret == 1  # -m 'cpu and timing' leaves out the gates that carry no timing mark
     assert gates.receipts()["identity"]["figure"] == "deselected in this run"
     result.stdout.fnmatch_lines(["*test_trial PASSED*"])

@@ -526,7 +526,7 @@ def test_absent_gates(run: Run, verdicts: dict[str, Outcome]) -> None:
 
 
 def test_timing_is_refused_by_name(run: Run, tmp_path: Path, locked: dict[str, Any]) -> None:
-    """The timing gate names the gates without a receipt and those that are not there yet."""
+    """The timing gate names the gates above it that have no receipt."""
     run()
     selection = select(load_study("smollm2-cpu"), arm="candidate", length=1024, cache_bytes=None)
     campaign = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
@@ -537,7 +537,7 @@ def test_timing_is_refused_by_name(run: Run, tmp_path: Path, locked: dict[str, A
         campaign.close()
     assert verdict.outcome is Outcome.REFUSED
     assert [line.partition(":")[0] for line in verdict.findings] == ["fidelity"]
-    assert "fidelity: planned" in verdict.figure
+    assert "fidelity: missing" in verdict.figure
 
 
 def test_a_control_under_qualification(run: Run, events: list[str], tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_tokens(replayed: tuple[Recording, Mapping[str, Any]], name: str) -> Non
         assert found.prompt_tokens == (20_000 if name == "huge-prompt" else 4)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", [name for name, (outcome, _, _) in MATRIX.items() if outcome == "completed"])
 def test_times(replayed: tuple[Recording, Mapping[str, Any]], name: str) -> None:
     """The first token's time and the time per token are the server's, within the tolerance."""

@@ -38,7 +38,7 @@ def test_a_study_is_read_into_records(tiny_study: TinyStudy) -> None:
     assert (candidate.interpreter, candidate.pythonpath, candidate.after_init) == (None, (), ())
     assert study.lengths[16].panels["nll"] == tiny_study.folder / "panels" / "nll-16.json"
     assert study.before("routing") == ("identity", "dispatch", "stale-maps")
-    assert [gate.name for gate in study.gates if gate.timing] == ["trial", "superiority"]
+    assert [gate.name for gate in study.gates if gate.timing] == ["fidelity", "trial", "superiority"]
     assert (study.nll.margin_nats, study.oracle.minimum_cells, study.parity.prompts) == (0.01, 10, 3)
     assert (study.oracle.passes, study.oracle.conditions) == (("model", "probe"), ("mixed", "chunked"))
     assert study.engine.tensor_parallel_size == 1
@@ -223,7 +223,11 @@ def test_an_arms_own_code_and_interpreter_are_found_from_the_study(tiny_study: T
             "in 'gates': found the unknown gate 'rooting', expected one of identity,",
         ),
         ('state = "planned"', 'state = "skipped"', "in 'gates.dispatch.state': found \"skipped\""),
-        ("timing = true", "timing = false", "in 'gates.trial.timing': found false, expected true for the gate 'trial'"),
+        (
+            "timing = true",
+            "timing = false",
+            "in 'gates.fidelity.timing': found false, expected true for the gate 'fidelity'",
+        ),
         ("[gates.nll]", "[gates.nll]\ntiming = true", "in 'gates.nll.timing': found true, expected false"),
         ('[gates.dispatch]\nstate = "planned"\n', "", "in 'gates': found a timing gate without dispatch above it"),
         ('[gates.recall]\nstate = "planned"\n', "", "found a timing gate without gsm8k or recall above it"),
@@ -384,7 +388,8 @@ def test_the_embedded_study_is_whole() -> None:
     assert study.directory == studies_folder() / "smollm2-cpu"
     assert list(study.lengths) == [1024, 8192]
     assert [gate.name for gate in study.gates] == [gate for gate in GATES if gate != "gsm8k"]
-    planned = [gate.name for gate in study.gates if gate.state == "planned"]
-    assert planned == ["fidelity", "superiority"]
+    assert all(gate.state == "required" for gate in study.gates)
+    assert list(study.timing) == [1024]
+    assert study.fidelity is not None
     assert all(arm.kernels and arm.cache_dtype for arm in study.arms.values())
     assert study.waived("native", "replay") == ("nan-fill",)
