@@ -333,8 +333,7 @@ file = "generated.jsonl"
 
 _STATES: Final = {
     **dict.fromkeys(DECIDED, 'state = "required"'),
-    "fidelity": 'state = "planned"',
-    "trial": 'state = "required"\ntiming = true',
+    **dict.fromkeys(("fidelity", "trial", "superiority"), 'state = "planned"\ntiming = true'),
 }
 
 
