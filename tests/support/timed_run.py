@@ -388,14 +388,21 @@ def _rules(directory: Path) -> TimingRules:
 
 def _panel() -> bytes:
     items: list[dict[str, object]] = [
-        {"id": f"measured-{place:02d}", "prompt": [1 + place, 2, 3], "max_tokens": 5, "grade": "measured"}
+        {"id": f"measured-{place:02d}", "prompt": [1 + place, *range(2, 8)], "max_tokens": 5, "grade": "measured"}
         for place in range(8)
     ]
     items += [
-        {"id": f"warm-{place}", "prompt": [50 + place, 2], "max_tokens": 5, "grade": "warm-up"} for place in range(2)
+        {"id": f"warm-{place}", "prompt": [50 + place, *range(2, 8)], "max_tokens": 5, "grade": "warm-up"}
+        for place in range(2)
     ]
     items += [
-        {"id": f"canary-{place}", "prompt": [90 + place], "max_tokens": 5, "grade": "canary", "expected": name}
+        {
+            "id": f"canary-{place}",
+            "prompt": [90 + place, *range(2, 8)],
+            "max_tokens": 5,
+            "grade": "canary",
+            "expected": name,
+        }
         for place, name in enumerate(("p1", "p2"))
     ]
     document = {

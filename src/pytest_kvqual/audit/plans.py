@@ -42,7 +42,11 @@ class Comparison:
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """A frozen plan. ``blocks`` maps a block's number to its order, ``canaries`` a canary's id to its parity item."""
+    """A frozen plan.
+
+    ``blocks`` maps a block's number to its order, ``canaries`` a canary's id to its parity item, ``prompts`` each item
+    of the timing panel to the number of its prompt's tokens.
+    """
 
     rules: Mapping[str, object]
     sha256: str
@@ -55,6 +59,7 @@ class Plan:
     cells: dict[str, Mapping[str, object]]
     traces: dict[str, bytes] = field(default_factory=dict)
     canaries: dict[str, str] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
 
     def share(self, key: str) -> Fraction:
         """A number of the rules, as the decimal that it prints as.
@@ -258,6 +263,7 @@ def _panel(tree: Tree, frozen: Frozen, plan: Plan) -> None:
     document = table(parse(_file(tree, frozen, text(plan.rules, "panel", "timing"))), "panel")
     for value in items(document, "items", "panel"):
         item = table(value, "item")
+        plan.prompts[text(item, "id", "item")] = len(items(item, "prompt", "item"))
         if item.get("grade") == "canary":
             plan.canaries[text(item, "id", "item")] = text(item, "expected", "item")
 
