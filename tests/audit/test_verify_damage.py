@@ -585,9 +585,11 @@ def test_a_good_recording_is_verified(name: str) -> None:
 
 
 STREAMS: dict[str, tuple[str | None, list[bytes]]] = {
-    "an error beside the tokens": ("error-object", [FULL[0].replace(b'{"choices"', b'{"error":{},"choices"'), *FULL[1:]]),
+    "an error beside the tokens": (
+        "error-object", [FULL[0].replace(b'{"choices"', b'{"error":{},"choices"'), *FULL[1:]],
+    ),
     "an error of null": (None, [FULL[0].replace(b'{"choices"', b'{"error":null,"choices"'), *FULL[1:]]),
-    "an object that is an error": ("error-object", [*FULL[:-1], b'data: {"object":"error","message":"x"}\n\n', DONE]),
+    "an object that is an error": ("error-object", [*FULL[:-1], b'data: {"object":"error"}\n\n', DONE]),
     "an event named error": ("error-object", [*FULL[:-1], b"event: error\ndata: {}\n\n", DONE]),
     "an event named error without JSON": ("error-object", [*FULL[:-1], b"event: error\ndata: gone\n\n", DONE]),
     "[DONE] in an event named error": ("error-object", [*FULL[:-1], b"event: error\ndata: [DONE]\n\n"]),
