@@ -49,16 +49,21 @@ def _parser() -> argparse.ArgumentParser:
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
     freeze.add_argument("--check", action="store_true", help="write nothing; fail unless the lock matches")
-    trace = command("trace", _trace, "write the traces of a study's timing plans")
+    trace = command("trace", _trace, "write the traces that the timing plans of a study name, and print their digests")
     study_of(trace)
-    trace.add_argument("--check", action="store_true", help="write nothing; fail unless each is what would be written")
+    trace.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
     trace.add_argument(
-        "--arrivals", action="append", default=[], metavar="LENGTH/CELL=FILE", help="seconds, one arrival a line"
+        "--arrivals", action="append", default=[], metavar="CELL=FILE",
+        help="the arrivals of a cell of kind file: one a line, in whole nanoseconds",
+    )  # fmt: skip
+    plan = command(
+        "plan", _plan, "write the timing plans of a study, and print the trials in order and what they can show"
     )
-    plan = command("plan", _plan, "write the timing plans of a study, and print trials and reachable p-values")
     study_of(plan)
-    plan.add_argument("--check", action="store_true", help="write nothing; fail unless each is what would be written")
-    plan.add_argument("--trials", type=int, metavar="LENGTH", help="print only ARM and BLOCK of each trial, in order")
+    plan.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
+    plan.add_argument(
+        "--trials", metavar="LENGTH", help="write nothing; print ARM and BLOCK of each trial of a length, in order"
+    )
     model = command("model", _model, "build or verify the model folder of a study, and print its path")
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
@@ -76,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     add_audit_arguments(audit)
     verify = command("verify", _verify, "read recordings again, with code of its own; fail unless each is consistent")
     add_verify_arguments(verify)
+    metrics = command("metrics", _metrics, "print the figures of a recording, each with its unit")
+    metrics.add_argument("file", type=Path, metavar="RECORD", help="a cell-….jsonl of an attempt")
+    metrics.add_argument("--formulas", action="store_true", help="print the definition under each figure")
     replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
 
@@ -118,7 +126,7 @@ def _freeze(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import trace_command
 
-    for line in trace_command(args.study, check_only=args.check, arrivals=args.arrivals):
+    for line in trace_command(args.study, check=args.check, arrivals=args.arrivals):
         print(line)
     return 0
 
@@ -126,10 +134,11 @@ def _trace(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import plan_command, trial_lines
 
-    lines = (
-        plan_command(args.study, check_only=args.check) if args.trials is None else trial_lines(args.study, args.trials)
-    )
-    for line in lines:
+    if args.trials is not None:
+        for line in trial_lines(args.study, args.trials):
+            print(line)
+        return 0
+    for line in plan_command(args.study, check=args.check, default=DEFAULT_STUDY):
         print(line)
     return 0
 
@@ -171,6 +180,14 @@ def _verify(args: argparse.Namespace) -> int:
     from pytest_kvqual.audit.recording import run
 
     return run(args)
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    from pytest_kvqual.report.metrics import metrics
+
+    for line in metrics(args.file, formulas=args.formulas):
+        print(line)
+    return 0
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -319,13 +319,12 @@ class Timing:
         )
 
     def _superiority(self) -> Verdict:
-        from pytest_kvqual.faults.blocks import BLOCK_FAULTS
         from pytest_kvqual.judge.gates import superiority
         from pytest_kvqual.study.plan import trials
 
         campaign, plan = self._campaign, self.plan()
         found = {(arm, block): self._result(arm, block) for arm, block in trials(plan)}
-        return superiority.judge(plan, arm=campaign.selection.arm.name, trials=found, faults=tuple(BLOCK_FAULTS))
+        return superiority.judge(campaign.study, plan, arm=campaign.selection.arm.name, trials=found)
 
     def _result(self, arm: str, block: int) -> Trial | None:
         """One trial as the statistics take it; None where none was begun."""

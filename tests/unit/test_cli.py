@@ -30,7 +30,20 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    there = ("freeze", "trace", "plan", "model", "doctor", "report", "replay", "audit", "verify", "bound", "power")
+    there = (
+        "freeze",
+        "trace",
+        "plan",
+        "model",
+        "doctor",
+        "report",
+        "replay",
+        "audit",
+        "verify",
+        "metrics",
+        "bound",
+        "power",
+    )
     assert [name for name in there if f"    {name} " not in out] == []
 
 

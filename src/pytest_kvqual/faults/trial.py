@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pytest_kvqual.judge.gates.trial import Evidence
 
 _WARM_UP: Final = "warm-up"
+_FIRST_ID: Final = re.compile(rb'("token_ids":\s*\[\s*)(\d+)')
+# Beyond any limit of a timing plan.
+_LATE_NS: Final = 1_000_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +73,12 @@ def _request_left_out(evidence: Evidence) -> Evidence | None:
     lines[-1]["offered"] -= 1
     if gone["failure"] is None:
         lines[-1]["completed"] -= 1
+    else:
+        kind = gone["failure"]["kind"]
+        lines[-1]["failed"][kind] -= 1
+        if not lines[-1]["failed"][kind]:
+            del lines[-1]["failed"][kind]
+    lines[-1]["end_ns"] = max((line["end_ns"] for line in lines[1:-1]), default=0)
     return _written(evidence, name, lines)
 
 
@@ -92,28 +102,28 @@ def _preempted(evidence: Evidence) -> Evidence | None:
 
 def _answer_changed(evidence: Evidence) -> Evidence | None:
     """The first token of every answer is another one, as from a corrupted cache."""
-    name = _cell(evidence)
-    if name is None:
-        return None
-    lines, planted = _lines(evidence, name), False
-    for line in lines[1:-1]:
-        for event in line["events"]:
-            raw = base64.b64decode(event[1])
-            if b'"token_ids":[' in raw and b'"token_ids":[]' not in raw:
-                head, _, tail = raw.partition(b'"token_ids":[')
-                first, separator, rest = tail.partition(b"]")
-                ids = json.loads(b"[" + first + b"]")
-                ids[0] += 1
-                event[1] = base64.b64encode(
-                    head + b'"token_ids":[' + json.dumps(ids, separators=(",", ":"))[1:-1].encode() + separator + rest
-                ).decode()
-                planted = True
-                break
-    return _written(evidence, name, lines) if planted else None
+    damaged, planted = evidence, False
+    for name in evidence.recordings:
+        if name == _WARM_UP:
+            continue
+        lines = _lines(evidence, name)
+        for line in lines[1:-1]:
+            for event in line["events"]:
+                raw, count = _FIRST_ID.subn(_next_id, base64.b64decode(event[1]), count=1)
+                if count:
+                    event[1] = base64.b64encode(raw).decode()
+                    planted = True
+                    break
+        damaged = _written(damaged, name, lines)
+    return damaged if planted else None
+
+
+def _next_id(found: re.Match[bytes]) -> bytes:
+    return found[1] + str(int(found[2]) + 1).encode()
 
 
 def _late_dispatch(evidence: Evidence) -> Evidence | None:
-    """Every request was sent a second late, and its answer came as long after its send as before."""
+    """Every request was sent late, and its answer came as long after its send as before."""
     name = _cell(evidence)
     if name is None:
         return None
@@ -129,10 +139,10 @@ def _late_dispatch(evidence: Evidence) -> Evidence | None:
             "end_ns",
         ):
             if line[key] is not None:
-                line[key] += 1_000_000_000
+                line[key] += _LATE_NS
         for event in line["events"]:
-            event[0] += 1_000_000_000
-    lines[-1]["end_ns"] += 1_000_000_000
+            event[0] += _LATE_NS
+    lines[-1]["end_ns"] += _LATE_NS
     return _written(evidence, name, lines)
 
 
@@ -141,17 +151,38 @@ def _other_plan(evidence: Evidence) -> Evidence | None:
 
 
 def _slow_client(evidence: Evidence) -> Evidence | None:
-    """The server's own TTFT is a tenth of the client's."""
-    trial = _copy(evidence)
-    before, after = trial["counters"][-2]["values"], trial["counters"][-1]["values"]
-    after["ttft_sum_s"] = before["ttft_sum_s"] + (after["ttft_sum_s"] - before["ttft_sum_s"]) / 10
-    return replace(evidence, trial=trial)
+    """The client read every event of a cell long after the server had sent it."""
+    name = _cell(evidence)
+    if name is None:
+        return None
+    lines = _lines(evidence, name)
+    for line in lines[1:-1]:
+        line["end_ns"] += _LATE_NS
+        for event in line["events"]:
+            event[0] += _LATE_NS
+    lines[-1]["end_ns"] += _LATE_NS
+    return _written(evidence, name, lines)
+
+
+def _error_as_success(evidence: Evidence) -> Evidence | None:
+    """The server answered with an error after its tokens, and the recorder counted the request as completed."""
+    name = _cell(evidence)
+    if name is None:
+        return None
+    lines = _lines(evidence, name)
+    line = next((it for it in lines[1:-1] if it["failure"] is None), None)
+    if line is None:
+        return None
+    error = b'data: {"error":{"message":"planted","code":500}}\n\n'
+    line["events"].append([line["events"][-1][0], base64.b64encode(error).decode()])
+    return _written(evidence, name, lines)
 
 
 FAULTS: Final[Mapping[str, TrialFault]] = MappingProxyType(
     {
         "trial-of-another-plan": TrialFault(rule=1, plant=_other_plan),
         "tap-left-on": TrialFault(rule=2, plant=_tap_left_on),
+        "error-as-success": TrialFault(rule=3, plant=_error_as_success),
         "request-left-out": TrialFault(rule=3, plant=_request_left_out),
         "fallback-after-the-interval": TrialFault(rule=5, plant=_fallback_after),
         "foreign-traffic": TrialFault(rule=7, plant=_foreign_traffic),

@@ -25,7 +25,7 @@ _POPULATION: Final = {
     "ttft_send": "all offered requests, failed ones as +inf",
     "tpot": "offered requests of two or more output tokens, failed ones as +inf",
     "e2e": "all offered requests, failed ones as +inf",
-    "lateness": "all offered requests",
+    "lateness": "all dispatched requests",
 }
 _RANK: Final = "nearest rank ceil(q * n)"
 _STEADY: Final = "; closed loop: without the first N requests, which are burst_*"

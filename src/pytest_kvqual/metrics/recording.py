@@ -12,6 +12,7 @@ from typing import Final
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import EvidenceError
+from pytest_kvqual.metrics.requests import LARGEST
 
 SCHEMA: Final = 1
 HEADER: Final = (
@@ -28,7 +29,8 @@ FAILURES: Final = (
     "refused", "status", "transport", "timeout", "cancelled", "error-object", "malformed", "incomplete", "no-tokens",
     "count",
 )  # fmt: skip
-_REQUIRED_TIMES: Final = ("intended_ns", "dispatch_ns", "admission_ns", "end_ns")
+# None only in a request that was cancelled before it was dispatched.
+_REQUIRED_TIMES: Final = ("intended_ns", "dispatch_ns", "admission_ns")
 _TIMES: Final = ("connected_ns", "send_start_ns", "send_end_ns", "headers_ns")
 
 
@@ -115,22 +117,44 @@ def _header(document: Mapping[str, object], origin: str) -> Mapping[str, object]
         table.integer("concurrency", minimum=1)
     elif document["concurrency"] is not None:
         table.fail("concurrency", repr(document["concurrency"]), "null in an open loop")
+    table.string("cell")
     table.integer("requests", minimum=0)
     table.integer("timeout_ns", minimum=1)
+    table.integer("zero_monotonic_ns", minimum=-LARGEST, maximum=LARGEST)
     table.boolean("exploratory")
+    for key in ("trace_sha256", "judgment"):
+        if document[key] is not None:
+            table.string(key)
+    for key in ("zero_wall", "loop", "timer"):
+        table.string(key)
+    table.table("about", known=None)
     return document
 
 
 def _request(document: Mapping[str, object], origin: str) -> Mapping[str, object]:
     table = _table(document, origin, REQUEST, "request")
     table.string("request")
+    table.string("prompt")
+    table.string("body_sha256")
     table.integer("max_tokens", minimum=1)
-    for key in _REQUIRED_TIMES:
-        table.integer(key)
-    for key in _TIMES:
-        if document[key] is not None:
-            table.integer(key)
     failure = document["failure"]
+    cancelled = isinstance(failure, Mapping) and failure.get("kind") == "cancelled"
+    for key in (*_REQUIRED_TIMES, *_TIMES, "end_ns"):
+        if document[key] is None and (key in _TIMES or (cancelled and key in _REQUIRED_TIMES)):
+            continue
+        table.integer(key, minimum=-LARGEST, maximum=LARGEST)
+    if document["status"] is not None:
+        table.integer("status", minimum=100, maximum=999)
+    headers = document["headers"]
+    if not isinstance(headers, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(it, str) for it in pair) for pair in headers
+    ):
+        table.fail("headers", "another value", "a list of [name, value]")
+    if not isinstance(document["events"], list):
+        table.fail("events", "another value", "a list of [nanoseconds, base64]")
+    table.text("rest")
+    if failure is None and document["status"] != 200:
+        table.fail("failure", f"null with status {document['status']}", "a failure: only status 200 completes")
     if failure is not None:
         inner = Table(failure, origin=origin, error=EvidenceError, known=("kind", "text"), path="failure")
         inner.choice("kind", FAILURES)
@@ -142,7 +166,7 @@ def _footer(document: Mapping[str, object], origin: str) -> Mapping[str, object]
     table = _table(document, origin, END, "end")
     table.integer("offered", minimum=0)
     table.integer("completed", minimum=0)
-    table.integer("end_ns")
+    table.integer("end_ns", minimum=-LARGEST, maximum=LARGEST)
     failed = table.table("failed", known=FAILURES)
     for kind in failed.names():
         failed.integer(kind, minimum=1)

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Final, NoReturn
 
+from pytest_kvqual._decode import describe
 from pytest_kvqual.errors import EvidenceError
-from pytest_kvqual.metrics.sse import data_of
+from pytest_kvqual.metrics.sse import data_of, fields_of
 
 DONE = b"[DONE]"
+LARGEST: Final = 2**63 - 1
+"""The largest integer of a recording, whether a time, a token id or a count."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+# NaN and Infinity are no JSON.
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +36,8 @@ class RequestFigures:
     ``token_ids`` are the output's, invisible ones included; ``per_event`` the number of tokens of each event that
     brought any, ``gaps_ns`` the times between successive single-token events: an event of several tokens has no gaps of
     its own. ``first_ns`` and ``last_ns`` are the times of the first and the last event with tokens. Of a failed request
-    the figures are what arrived; ``ttft_…``, ``tpot_ns`` and ``e2e_ns`` are None where there is none.
+    the figures are what arrived. ``ttft_…``, ``tpot_ns`` and ``e2e_ns`` are None where there is none, ``lateness_ns``
+    where the request was cancelled before it was dispatched.
     """
 
     request: str
@@ -34,7 +47,7 @@ class RequestFigures:
     prompt_tokens: int | None
     first_ns: int | None
     last_ns: int | None
-    lateness_ns: int
+    lateness_ns: int | None
     ttft_intended_ns: int | None
     ttft_send_ns: int | None
     tpot_ns: Fraction | None
@@ -64,30 +77,38 @@ class _Stream:
 
 def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
     stream = _Stream(token_ids=[], arrivals=[])
+    first = True
     for at, raw in events:
-        data = data_of(raw)
+        data = data_of(raw, first=first)
+        named_error = b"event" in raw and [it.strip() for it in fields_of(raw, b"event", first=first)][-1:] == [
+            b"error"
+        ]
+        first = False
         if data is None or not data.strip():
             continue
-        if data.strip() == DONE:
+        if data.strip() == DONE and not named_error:
             stream.done = True
             continue
         try:
-            document = json.loads(data)
+            # One whole event: no character is split.
+            document = _DECODER.decode(data.decode("utf-8"))
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
-            stream.malformed = stream.malformed or f"found {data[:60]!r}, expected a JSON object"
+            if named_error:
+                stream.error = stream.error or f"found the event 'error' with {data[:60]!r}"
+            else:
+                stream.malformed = stream.malformed or f"found {data[:60]!r}, expected a JSON object"
             continue
-        if document.get("error") is not None or _named_error(raw):
-            stream.error = stream.error or _one_line(document.get("error", document))
-            continue
+        error = document.get("error")
+        if error is not None:
+            stream.error = stream.error or _one_line(error)
+        elif named_error or document.get("object") == "error":
+            stream.error = stream.error or _one_line(document)
+        # Beside an error: what arrived, arrived.
         _usage(stream, document.get("usage"))
         _choice(stream, document.get("choices"), at)
     return stream
-
-
-def _named_error(raw: bytes) -> bool:
-    return any(line.replace(b" ", b"") == b"event:error" for line in raw.splitlines())
 
 
 def _usage(stream: _Stream, usage: object) -> None:
@@ -95,34 +116,43 @@ def _usage(stream: _Stream, usage: object) -> None:
         return
     completion, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     # A server may send the running count with each event: the last one stands. Reasoning is part of it already.
-    if type(completion) is int:
+    if type(completion) is int and 0 <= completion <= LARGEST:
         stream.completion_tokens = completion
-    if type(prompt) is int:
+    if type(prompt) is int and 0 <= prompt <= LARGEST:
         stream.prompt_tokens = prompt
 
 
 def _choice(stream: _Stream, choices: object, at: int) -> None:
-    if (
-        not isinstance(choices, Sequence)
-        or isinstance(choices, str)
-        or not choices
-        or not isinstance(choices[0], Mapping)
-    ):
-        return
-    choice = choices[0]
-    ids = choice.get("token_ids")
-    if ids is not None:
-        if not isinstance(ids, list) or not all(type(it) is int for it in ids):
-            stream.malformed = stream.malformed or f"found the token_ids {ids!r:.60}, expected integers"
-        elif ids:
+    arrived = 0
+    for choice in choices if isinstance(choices, list) else ():
+        # One answer is asked for. Tokens of another are not counted, and the usage, which has them, then disagrees.
+        if not isinstance(choice, dict) or choice.get("index", 0) != 0:
+            continue
+        ids = choice.get("token_ids")
+        delta = choice.get("delta")
+        if ids is None and isinstance(delta, dict):
+            ids = delta.get("token_ids")
+        if isinstance(ids, list) and all(type(it) is int and 0 <= it <= LARGEST for it in ids):
             stream.token_ids += ids
-            stream.arrivals.append((at, len(ids)))
-    if choice.get("finish_reason") is not None:
-        stream.finished = True
+            arrived += len(ids)
+        elif ids is not None:
+            stream.malformed = stream.malformed or f"found the token_ids {describe(ids)}, expected a list of integers"
+        reason = choice.get("finish_reason")
+        if reason == "error":
+            stream.error = stream.error or "found the finish reason 'error'"
+        elif isinstance(reason, str) and reason and reason != "abort":
+            # A server that gave up has not finished.
+            stream.finished = True
+    if arrived:
+        stream.arrivals.append((at, arrived))
 
 
 def _one_line(value: object) -> str:
-    return " ".join(json.dumps(value, ensure_ascii=False).split())[:300]
+    try:
+        # ASCII: a lone surrogate that a server escaped could not be written again.
+        return json.dumps(value)[:300]
+    except RecursionError:
+        return "an error nested beyond the parser's limit"
 
 
 def content_failure(events: Iterable[bytes], max_tokens: int) -> tuple[str, str] | None:
@@ -170,7 +200,13 @@ def events_of(record: Mapping[str, object], *, origin: str) -> list[tuple[int, b
     value = record.get("events")
     found: list[tuple[int, bytes]] = []
     for pair in value if isinstance(value, list) else [None]:
-        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int or not isinstance(pair[1], str):
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or type(pair[0]) is not int
+            or not isinstance(pair[1], str)
+            or abs(pair[0]) > LARGEST
+        ):
             raise EvidenceError(f"{origin}: events: found {pair!r:.60}, expected [nanoseconds, base64]")
         try:
             found.append((pair[0], b64decode(pair[1], validate=True)))
@@ -189,7 +225,7 @@ def figures(record: Mapping[str, object]) -> RequestFigures:
     stream = _read(events_of(record, origin=name))
     failure = record["failure"]
     kind = str(failure["kind"]) if isinstance(failure, Mapping) else None
-    intended, dispatch, sent = _time(record, "intended_ns"), _time(record, "dispatch_ns"), record["send_start_ns"]
+    intended, dispatch, sent = (_time(record, key) for key in ("intended_ns", "dispatch_ns", "send_start_ns"))
     first = stream.arrivals[0][0] if stream.arrivals else None
     last = stream.arrivals[-1][0] if stream.arrivals else None
     tokens = len(stream.token_ids)
@@ -206,18 +242,18 @@ def figures(record: Mapping[str, object]) -> RequestFigures:
         prompt_tokens=stream.prompt_tokens,
         first_ns=first,
         last_ns=last,
-        lateness_ns=dispatch - intended,
-        ttft_intended_ns=None if first is None else first - intended,
-        ttft_send_ns=None if first is None or not isinstance(sent, int) else first - sent,
+        lateness_ns=None if dispatch is None or intended is None else dispatch - intended,
+        ttft_intended_ns=None if first is None or intended is None else first - intended,
+        ttft_send_ns=None if first is None or sent is None else first - sent,
         tpot_ns=Fraction(last - first, tokens - 1) if first is not None and last is not None and tokens > 1 else None,
-        e2e_ns=None if last is None else last - intended,
+        e2e_ns=None if last is None or intended is None else last - intended,
         per_event=tuple(count for _, count in stream.arrivals),
         gaps_ns=tuple(gaps),
     )
 
 
-def _time(record: Mapping[str, object], key: str) -> int:
+def _time(record: Mapping[str, object], key: str) -> int | None:
     value = record[key]
-    if type(value) is not int:
+    if value is not None and type(value) is not int:
         raise EvidenceError(f"{record.get('request')}: {key}: found {value!r}, expected nanoseconds")
     return value

@@ -105,7 +105,7 @@ def _add(found: dict[str, Figure], name: str, value: Value, of: int) -> None:
 
 def _population(name: str, answers: Sequence[RequestFigures]) -> list[Fraction | int | float]:
     if name == "lateness":
-        return [answer.lateness_ns for answer in answers]
+        return [answer.lateness_ns for answer in answers if answer.lateness_ns is not None]
     values: list[Fraction | int | float] = []
     for answer in answers:
         value: Fraction | int | None

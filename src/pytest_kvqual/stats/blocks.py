@@ -1,111 +1,130 @@
-"""Paired effects over blocks: the exact sign test, and the order-statistic interval of the median. All exact.
+"""Paired effects over blocks: the ratio in each block, the exact sign test, the interval of their median.
 
-Both ask nothing of the effects' distribution but that blocks are independent; the interval's coverage also that it is
-continuous.
+A block is the unit: two arms timed under the same conditions, one figure of each. Effects are exact fractions, and
+nothing here rounds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
 
+from pytest_kvqual.stats._exact import share_of
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignTest:
-    """The two-sided sign test of the hypothesis that an effect is above 1 as often as below it.
+    """The result of :func:`sign_test`: how many effects lie below, above and at the null value, and the p-value."""
 
-    ``better`` and ``worse`` count the effects on either side of 1, ``ties`` those at 1. ``p`` is exact.
-    """
-
-    better: int
-    worse: int
+    below: int
+    above: int
     ties: int
     p: Fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedianInterval:
-    """The median of n effects, and an interval for it with its actual ``coverage``.
+    """The result of :func:`median_interval`: the ``order``-th smallest to the ``order``-th largest effect.
 
-    The interval goes from the ``rank``-th smallest to the ``rank``-th largest effect.
+    ``coverage`` is exact for continuous effects and a lower bound where effects tie.
     """
 
     median: Fraction
     lower: Fraction
     upper: Fraction
-    rank: int
+    order: int
     coverage: Fraction
 
 
-def effect(candidate: Fraction, control: Fraction) -> Fraction:
-    """The paired effect of a block: candidate over control.
+def effect(candidate: Fraction | float | None, control: Fraction | float | None) -> Fraction:
+    """The effect in one block: the candidate's figure over the control's. 1 is no difference.
 
     Raises:
-        ValueError: One of them is not above zero.
+        ValueError: One of the two is missing, not finite, or not above 0.
     """
-    if not candidate > 0 or not control > 0:
-        raise ValueError(f"found {candidate} over {control}, expected figures above zero")
-    return candidate / control
+    values = []
+    for name, value in (("candidate", candidate), ("control", control)):
+        # NaN fails the comparison, as infinity does.
+        if value is None or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{name}: found {value}, expected a finite number above 0")
+        values.append(Fraction(value))
+    return values[0] / values[1]
 
 
-def sign_test(effects: Sequence[Fraction], *, lower_is_better: bool) -> SignTest:
-    """The exact two-sided sign test of ratios against 1.
+def sign_test(effects: Sequence[Fraction], *, at: Fraction = Fraction(1)) -> SignTest:
+    """The exact two-sided sign test of the hypothesis that the median effect is ``at``.
 
-    A tie stays in n and counts half for each side, an odd one for the side with fewer: the test is then conservative,
-    where leaving ties out would raise the significance of what is left. Source: Gibbons and Chakraborti, Nonparametric
-    Statistical Inference, 5th ed., 2011, section 5.4 (zero differences).
+    With n effects, of which the more frequent sign has m, p = min(1, 2 * P(X >= m)) for X binomial (n, 1/2).
+
+    Ties: an effect equal to ``at`` is counted with the less frequent sign, the one that speaks least against the
+    hypothesis. The block stays in n, and p is never below that of dropping it.
+
+    Args:
+        effects: One per block, at least one. Every block: which were dropped is not seen from here.
+        at: The effect under the hypothesis.
 
     Raises:
-        ValueError: There is no effect.
+        ValueError: No effect.
+
+    References:
+        W. J. Dixon and A. M. Mood, "The statistical sign test", Journal of the American Statistical Association 41
+        (1946), pp. 557-566. J. D. Gibbons and S. Chakraborti, "Nonparametric Statistical Inference", 4th edition
+        (2003), section 5.4, on zero differences: assigning them the sign least conducive to rejection is conservative.
     """
     if not effects:
-        raise ValueError("found no effect, expected at least one")
-    below, above = sum(it < 1 for it in effects), sum(it > 1 for it in effects)
-    better, worse = (below, above) if lower_is_better else (above, below)
-    ties, total = len(effects) - below - above, len(effects)
-    # As near to the middle as the ties allow.
-    fewer = min(total // 2, min(below, above) + ties)
-    tail = Fraction(sum(comb(total, k) for k in range(fewer + 1)), 2**total)
-    return SignTest(better=better, worse=worse, ties=ties, p=min(Fraction(1), 2 * tail))
+        raise ValueError("effects: found none, expected at least one")
+    count = len(effects)
+    below, above = sum(it < at for it in effects), sum(it > at for it in effects)
+    tail = Fraction(2 * sum(comb(count, more) for more in range(max(below, above), count + 1)), 2**count)
+    return SignTest(below=below, above=above, ties=count - below - above, p=min(Fraction(1), tail))
 
 
-def coverage(total: int, rank: int) -> Fraction:
-    """The exact coverage, for the median, of the interval from the ``rank``-th smallest to the ``rank``-th largest.
+def median_interval(effects: Sequence[Fraction], *, confidence: float | Fraction) -> MedianInterval:
+    """The median of the effects and the narrowest symmetric interval of order statistics that reaches a confidence.
 
-    1 - 2 P(X < rank) of X ~ Binomial(total, 1/2). Source: David and Nagaraja, Order Statistics, 3rd ed., 2003, p. 160.
-    """
-    return 1 - 2 * Fraction(sum(comb(total, k) for k in range(rank)), 2**total)
+    For n effects from one distribution the interval from the k-th smallest to the k-th largest covers its median with
+    probability 1 - 2 * P(X < k), X binomial (n, 1/2), whatever the distribution. k is the largest with at least
+    ``confidence``; the probability reached is returned, and is what is to be stated. The median of an even number is
+    the arithmetic mean of the middle two.
 
-
-def median_of(effects: Sequence[Fraction]) -> Fraction:
-    """The median; of an even number of effects the mean of the middle two.
+    Args:
+        effects: One per block.
+        confidence: Between 0 and 1, both excluded; as the decimal that it prints as.
 
     Raises:
-        ValueError: There is no effect.
+        ValueError: Too few effects for the confidence, or one that is out of range.
+
+    References:
+        W. J. Conover, "Practical Nonparametric Statistics", 3rd edition (1999), section 3.2.
+
+    Examples:
+        >>> found = median_interval([Fraction(it, 10) for it in (9, 8, 7, 9, 6, 8)], confidence=0.95)
+        >>> found.lower, found.upper, float(found.coverage)
+        (Fraction(3, 5), Fraction(9, 10), 0.96875)
     """
-    if not effects:
-        raise ValueError("found no effect, expected at least one")
-    ranked, middle = sorted(effects), len(effects) // 2
-    return ranked[middle] if len(ranked) % 2 else (ranked[middle - 1] + ranked[middle]) / 2
-
-
-def median_interval(effects: Sequence[Fraction], confidence: Fraction) -> MedianInterval | None:
-    """The narrowest symmetric order-statistic interval with at least ``confidence``; None where not even the widest is.
-
-    Raises:
-        ValueError: There is no effect.
-    """
-    total, ranked = len(effects), sorted(effects)
-    ranks = [rank for rank in range(1, total // 2 + 1) if coverage(total, rank) >= confidence]
-    if not ranks:
-        return None
-    rank = max(ranks)
+    wanted = share_of("confidence", confidence)
+    ranked, count = sorted(effects), len(effects)
+    order, reached, outside = 0, Fraction(0), 0
+    while 2 * (order + 1) <= count + 1:
+        # One side of the next interval: P(X < order + 1).
+        outside += comb(count, order)
+        inside = 1 - Fraction(2 * outside, 2**count)
+        if inside < wanted:
+            break
+        order, reached = order + 1, inside
+    if order == 0:
+        raise ValueError(
+            f"effects: found {count}, expected enough for a coverage of {float(wanted):g}: the whole range covers "
+            f"{float(max(Fraction(0), 1 - Fraction(2, 2**count))):g}"
+        )
+    middle = ranked[(count - 1) // 2 : count // 2 + 1]
     return MedianInterval(
-        median=median_of(effects),
-        lower=ranked[rank - 1],
-        upper=ranked[total - rank],
-        rank=rank,
-        coverage=coverage(total, rank),
+        median=sum(middle, Fraction(0)) / len(middle),
+        lower=ranked[order - 1],
+        upper=ranked[count - order],
+        order=order,
+        coverage=reached,
     )

@@ -1,9 +1,4 @@
-"""Holm's correction for a family of tests.
-
-Source: Holm 1979, A simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6, pp.
-65-70: the smallest of m p-values is held against alpha / m, the next against alpha / (m - 1), and so on; the first that
-is not rejected ends the procedure.
-"""
+"""Holm's step-down correction of a family of p-values."""
 
 from __future__ import annotations
 
@@ -11,18 +6,31 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 
-def holm(values: Sequence[Fraction]) -> tuple[Fraction, ...]:
-    """The adjusted p-values, in the order of ``values``: a test is rejected at alpha exactly when its own is <= alpha.
+def holm(p_values: Sequence[Fraction]) -> tuple[Fraction, ...]:
+    """The adjusted p-values, in the order given; rejecting those at most alpha keeps the family's error at alpha.
+
+    With the m values in ascending order p(1) to p(m), the adjusted p(i) is the largest of (m - j + 1) * p(j) over j up
+    to i, and at most 1: the order of the values is kept, and ties stay ties. It holds under any dependence of the
+    tests. Exact.
+
+    Args:
+        p_values: One per hypothesis of the whole family, 0 to 1.
 
     Raises:
-        ValueError: A value is no probability.
+        ValueError: The family is empty, or a value is no Fraction or out of range.
+
+    References:
+        S. Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
+        pp. 65-70.
     """
-    for value in values:
-        if not 0 <= value <= 1:
-            raise ValueError(f"found the p-value {value}, expected one between 0 and 1")
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    adjusted, least = [Fraction(0)] * len(values), Fraction(0)
-    for place, index in enumerate(order):
-        least = max(least, min(Fraction(1), (len(values) - place) * values[index]))
-        adjusted[index] = least
+    if not p_values:
+        raise ValueError("p_values: found none, expected at least one")
+    for index, value in enumerate(p_values):
+        if not isinstance(value, Fraction) or not 0 <= value <= 1:
+            raise ValueError(f"p_values[{index}]: found {value!r}, expected a Fraction of 0 to 1")
+    adjusted = [Fraction(0)] * len(p_values)
+    largest = Fraction(0)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
+        largest = max(largest, min(Fraction(1), (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
     return tuple(adjusted)

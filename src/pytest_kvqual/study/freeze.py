@@ -24,6 +24,7 @@ from pytest_kvqual.errors import EvidenceError, LockError
 from pytest_kvqual.study.load import STUDY_FILE, load_study, studies_folder
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import check_files
+from pytest_kvqual.study.timing_files import check_timing_files
 
 __all__ = ["LOCK_FILE", "Lock", "freeze", "freeze_command", "keep", "lock_path", "verify_lock"]
 
@@ -61,10 +62,12 @@ def freeze(study: Study) -> Path:
     """Write the study's lock over any earlier one, whole or not at all, and return its path.
 
     Raises:
-        StudyError: A panel or scales file does not fit the study, or a trace or plan is not what its rules give.
+        StudyError: A panel or scales file does not fit the study; a trace or plan is not what ``kvqual trace`` and
+            ``kvqual plan`` write.
         LockError: A file cannot be read, or the lock cannot be written.
     """
-    _check(study)
+    check_files(study)
+    check_timing_files(study)
     path = lock_path(study)
     data = pretty_bytes(_content(study))
     # The process id keeps two freezes of one study from writing into each other's file.
@@ -165,7 +168,8 @@ def freeze_command(name_or_path: str, *, check: bool) -> str:
     study = load_study(name_or_path)
     path = lock_path(study)
     if check:
-        _check(study)
+        check_files(study)
+        check_timing_files(study)
         said = "matches"
     else:
         before = path.read_bytes() if path.is_file() else None
@@ -176,13 +180,6 @@ def freeze_command(name_or_path: str, *, check: bool) -> str:
         f"{study.name}: {said}: {path} (sha256 {lock.sha256}; {len(lock.files)} study files, {len(lock.weights)} model "
         f"files, {len(lock.implementation)} implementation files)"
     )
-
-
-def _check(study: Study) -> None:
-    from pytest_kvqual.study.timing_files import check_timing_files
-
-    check_files(study)
-    check_timing_files(study)
 
 
 def _content(study: Study) -> dict[str, object]:

@@ -1,276 +1,569 @@
-"""The timing plan: which arm is timed in which block, in which order, and what will be concluded. Pure.
+"""The plan of a length's timed trials: which arm when, what is compared, and what that many blocks can show. Pure.
 
-A plan is made from the study's timing rules and its traces, and has no other content: the same rules and traces give
-the same bytes, so a plan is valid exactly when it is what :func:`build` gives.
+A trial is one arm of one block: a fresh server, timed once under every cell's trace. In each measured block every arm
+is timed once, in an order of a Williams design: over one set of orders each arm stands in each place equally often, and
+each ordered pair of arms follows each other equally often, so that a drift of the machine, and what a trial leaves to
+the next one, fall on all arms alike. An even number n of arms has n orders, an odd one 2n. After the measured blocks
+come the A/A pairs: two blocks of the null arm alone.
 
-Order. Measured blocks follow a Williams design (Williams 1949, Aust. J. Sci. Res. A2, pp. 149-168): over one set of
-blocks each arm stands in each position equally often and follows each other arm equally often, so that a drift over a
-block, and what one trial leaves behind for the next, fall on all arms alike. A set has n blocks for an even number of
-arms, 2n for an odd one. Then come pairs of blocks in which the null arm alone is timed (A/A).
+A plan is refused that could not show anything: whose comparisons stay above Holm's smallest level even if every block
+agrees, or whose interval of the median cannot reach its confidence. Both follow from the number of blocks n. The
+two-sided sign test of n blocks that agree has p = 2**(1 - n). The interval from the k-th smallest to the k-th largest
+of n effects covers the median with probability 1 - 2 * P(X < k), X binomial (n, 1/2), and at least that where effects
+tie.
 
 History of the format: 1, the first.
+
+Sources:
+    E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", Australian
+    Journal of Scientific Research A 2 (1949), pp. 149-168.
+    S. Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
+    pp. 65-70.
+    W. J. Conover, "Practical Nonparametric Statistics", 3rd edition (1999), section 3.4 (sign test) and section 3.2
+    (interval of a quantile).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes
-from pytest_kvqual._decode import parse_json
-from pytest_kvqual.errors import StudyError
-from pytest_kvqual.metrics.formulas import FORMULAS, PER_SECOND, QUANTITIES, unit_of
-from pytest_kvqual.study.model import Comparison, TimingRules
+from pytest_kvqual._decode import Table, describe, nearest, parse_json
+from pytest_kvqual.errors import EvidenceError, StudyError
+from pytest_kvqual.metrics.formulas import FORMULAS
+from pytest_kvqual.study.trace import parse_trace
 
 if TYPE_CHECKING:
-    from pytest_kvqual.study.model import Study
-
-__all__ = ["Block", "Plan", "build", "check", "reachable", "trials", "williams"]
+    from pytest_kvqual.study.model import Cell, Study, TimingRules
 
 SCHEMA: Final = 1
-_MOST_BLOCKS: Final = 1000
+DESIGN: Final = "williams"
+MEASURED: Final = "measured"
+NULL: Final = "null"
+
+_TOP: Final = (
+    "schema", "kind", "study", "length", "arms", "design", "blocks", "null_pairs", "warm_up", "settle_s", "cells",
+    "comparisons", "alpha", "confidence", "practical", "lateness_fraction", "server_ttft_ms", "failed_share", "cold",
+    "panel_sha256", "reachable",
+)  # fmt: skip
+_BLOCK: Final = ("block", "kind", "order")
+_CELL: Final = ("name", "mode", "trace", "trace_sha256", "requests", "max_tokens", "concurrency", "rate")
+_COMPARISON: Final = ("candidate", "control", "cell", "metric", "better")
+_REACHABLE: Final = ("p", "holm_alpha", "coverage")
+_LOWER: Final = ("ttft_intended_", "ttft_send_", "tpot_", "e2e_")
+_HIGHER: Final = ("output_throughput", "request_throughput", "goodput_tokens")
+_BURST: Final = "burst_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One block: its number from 1, ``measured`` or ``null``, and the arms in the order in which they are timed."""
+    """One block: its number from 1, ``measured`` or ``null``, and the arms that are timed in it, in order."""
 
-    number: int
+    block: int
     kind: str
     order: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """A timing plan. ``data`` are its bytes, ``document`` their content; ``null_pairs`` are pairs of block numbers."""
+class PlannedCell:
+    """One load of every trial. ``trace`` is the frozen trace's name in the study's folder."""
 
-    arms: tuple[str, ...]
-    blocks: tuple[Block, ...]
-    null_arm: str
-    null_pairs: tuple[tuple[int, int], ...]
-    comparisons: tuple[Comparison, ...]
-    alpha: float
-    confidence: float
-    practical: float
-    data: bytes
+    name: str
+    mode: str
+    trace: str
+    trace_sha256: str
+    requests: int
+    max_tokens: int
+    concurrency: int | None
+    rate: float | None
 
-    @property
-    def measured(self) -> tuple[int, ...]:
-        """The numbers of the blocks in which every arm is timed."""
-        return tuple(block.number for block in self.blocks if block.kind == "measured")
 
-    def to_bytes(self) -> bytes:
-        """The plan as a file."""
-        return self.data
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedComparison:
+    """One member of the family: ``metric`` of ``candidate`` over that of ``control``; which of both is better."""
+
+    candidate: str
+    control: str
+    cell: str
+    metric: str
+    better: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reachable:
-    """What a number of blocks can show at best.
+    """What the plan can show at best.
 
-    ``p`` is the two-sided p of the sign test where all blocks agree, ``level`` Holm's smallest level over the family,
-    ``coverage`` that of the narrowest interval of the median that has the confidence asked for, else of the widest.
+    ``p``: of the two-sided sign test if all blocks agree. ``holm_alpha``: Holm's smallest level. ``coverage``: of the
+    interval that is reported, the narrowest that reaches the confidence.
     """
 
-    p: Fraction
-    level: Fraction
-    coverage: Fraction
+    p: float
+    holm_alpha: float
+    coverage: float
 
 
-def williams(arms: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """One set of a Williams design: n sequences for an even number of arms, 2n for an odd one; of one arm, itself."""
-    count = len(arms)
-    zigzag = [0]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The trials of one length and what is asked of them; ``null_pairs`` are pairs of block numbers.
+
+    The other fields are those of :class:`pytest_kvqual.study.model.TimingRules`.
+    """
+
+    study: str
+    length: int
+    arms: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    null_pairs: tuple[tuple[int, int], ...]
+    warm_up: int
+    settle_s: float
+    cells: tuple[PlannedCell, ...]
+    comparisons: tuple[PlannedComparison, ...]
+    alpha: float
+    confidence: float
+    practical: float
+    lateness_fraction: float
+    server_ttft_ms: float
+    failed_share: float
+    cold: bool
+    panel_sha256: str
+    reachable: Reachable
+
+    @property
+    def measured(self) -> tuple[int, ...]:
+        """The numbers of the measured blocks."""
+        return tuple(block.block for block in self.blocks if block.kind == MEASURED)
+
+    @property
+    def null_arm(self) -> str:
+        """The arm of the A/A pairs."""
+        return next(block.order[0] for block in self.blocks if block.kind == NULL)
+
+    def to_dict(self) -> dict[str, object]:
+        """The plan as a JSON value."""
+        return {
+            "schema": SCHEMA,
+            "kind": "plan",
+            "study": self.study,
+            "length": self.length,
+            "arms": list(self.arms),
+            "design": DESIGN,
+            "blocks": [{"block": it.block, "kind": it.kind, "order": list(it.order)} for it in self.blocks],
+            "null_pairs": [list(pair) for pair in self.null_pairs],
+            "warm_up": self.warm_up,
+            "settle_s": self.settle_s,
+            "cells": [{key: getattr(cell, key) for key in _CELL} for cell in self.cells],
+            "comparisons": [{key: getattr(it, key) for key in _COMPARISON} for it in self.comparisons],
+            "alpha": self.alpha,
+            "confidence": self.confidence,
+            "practical": self.practical,
+            "lateness_fraction": self.lateness_fraction,
+            "server_ttft_ms": self.server_ttft_ms,
+            "failed_share": self.failed_share,
+            "cold": self.cold,
+            "panel_sha256": self.panel_sha256,
+            "reachable": {key: getattr(self.reachable, key) for key in _REACHABLE},
+        }
+
+    def to_bytes(self) -> bytes:
+        """The plan as a file."""
+        return pretty_bytes(self.to_dict())
+
+
+def trials(plan: Plan) -> tuple[tuple[str, int], ...]:
+    """Every trial as (arm, block), in the order in which they are run."""
+    return tuple((arm, block.block) for block in plan.blocks for arm in block.order)
+
+
+def williams(count: int) -> tuple[tuple[int, ...], ...]:
+    """One set of orders of ``count`` treatments, numbered from 0: ``count`` orders, twice as many where it is odd.
+
+    Each treatment stands in each place equally often, and each ordered pair of different ones is adjacent equally often
+    (once, or twice where ``count`` is odd). The first order zigzags 0, 1, n - 1, 2, n - 2, …; the others add 1 to each
+    number; for an odd count all of them come again reversed.
+
+    Raises:
+        ValueError: ``count`` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"count: found {count}, expected at least 1")
+    first = [0]
     for step in range(1, count):
-        zigzag.append((zigzag[-1] + (step if step % 2 else -step)) % count)
-    rows = [tuple(arms[(place + shift) % count] for place in zigzag) for shift in range(count)]
-    return tuple(rows if count % 2 == 0 or count == 1 else [*rows, *(row[::-1] for row in rows)])
+        first.append((step + 1) // 2 if step % 2 else count - step // 2)
+    rows = [tuple((place + shift) % count for place in first) for shift in range(count)]
+    if count % 2 and count > 1:
+        rows += [tuple(reversed(row)) for row in rows]
+    return tuple(rows)
 
 
-def coverage(blocks: int, rank: int) -> Fraction:
-    """The exact coverage of the interval from the ``rank``-th smallest to the ``rank``-th largest of n for the median.
+def sign_p(blocks: int) -> Fraction:
+    """The two-sided p of the sign test where all of ``blocks`` agree: 2**(1 - blocks)."""
+    return Fraction(2, 2**blocks)
 
-    P(rank <= X <= n - rank) of X ~ Binomial(n, 1/2), for a continuous distribution. Source: David and Nagaraja, Order
-    Statistics, 3rd ed., 2003, p. 160.
+
+def coverage(blocks: int, order: int) -> Fraction:
+    """The probability that the ``order``-th smallest to the ``order``-th largest of ``blocks`` effects hold the median.
+
+    Raises:
+        ValueError: ``order`` is not 1 to half of ``blocks``, rounded up.
     """
-    return 1 - 2 * Fraction(sum(comb(blocks, k) for k in range(rank)), 2**blocks)
+    if not 1 <= order <= (blocks + 1) // 2:
+        raise ValueError(f"order: found {order}, expected 1 to {(blocks + 1) // 2}")
+    return 1 - Fraction(2 * sum(comb(blocks, below) for below in range(order)), 2**blocks)
 
 
-def rank_of(blocks: int, confidence: float) -> int:
-    """The largest rank whose interval covers the median with at least ``confidence``; 0 where not even rank 1 does."""
-    wanted = Fraction(str(confidence))
-    return max((rank for rank in range(1, blocks // 2 + 1) if coverage(blocks, rank) >= wanted), default=0)
+def largest_order(blocks: int, confidence: Fraction) -> int | None:
+    """The largest order whose coverage is at least ``confidence``; None where not even the whole range reaches it."""
+    orders = [k for k in range(1, (blocks + 1) // 2 + 1) if coverage(blocks, k) >= confidence]
+    return max(orders, default=None)
 
 
-def reachable(blocks: int, family: int, alpha: float, confidence: float) -> Reachable:
-    """What ``blocks`` blocks can show at best, for a family of ``family`` comparisons."""
-    return Reachable(
-        p=min(Fraction(1), Fraction(2, 2**blocks)),
-        level=Fraction(str(alpha)) / family,
-        coverage=coverage(blocks, rank_of(blocks, confidence) or 1),
-    )
+def better_of(metric: str) -> str | None:
+    """``lower`` or ``higher``: which is better of a figure; None for one that is no performance of an arm."""
+    name = metric.removeprefix(_BURST)
+    if name in _HIGHER:
+        return "higher"
+    return "lower" if name.startswith(_LOWER) or name == "mean_ttft_send" else None
 
 
 def build(study: Study, length: int, traces: Mapping[str, bytes]) -> Plan:
-    """The plan of one length.
+    """The plan of one length, from the study's declaration and its frozen traces.
 
     Args:
         study: The study.
-        length: A length with timing rules.
-        traces: The bytes of each cell's trace, by the cell's name.
+        length: A length in tokens that has a timing plan.
+        traces: The bytes of each cell's trace, by cell.
 
     Raises:
-        StudyError: A plan that could not be significant even if all blocks agree, whose interval cannot have its
-            confidence, or whose order cannot be balanced; a metric that is unknown, or better the other way.
+        StudyError: The declaration contradicts itself or cannot show what it asks; a trace is missing or is that of
+            another cell. One line with the numbers.
     """
-    rules, where = study.timing[length], f"timing.{length}"
-    _check(rules, where)
-    sequences = williams(rules.arms)
+    if length not in study.timing:
+        raise StudyError(
+            f"study {study.name}: found no timing plan at length {length}, expected one of "
+            f"{', '.join(map(str, study.timing)) or 'none'}"
+        )
+    rules = study.timing[length]
+    origin = f"study {study.name}, timing.{length}"
+    _arms(rules, origin)
+    cells, panel = _cells(study, rules, traces, origin)
+    _comparisons(rules, origin)
+    orders = _orders(rules, origin)
+    reachable = _reachable(rules, len(orders), origin)
     blocks = [
-        Block(number=index + 1, kind="measured", order=sequences[index % len(sequences)])
-        for index in range(rules.blocks)
+        Block(
+            block=number,
+            kind=MEASURED,
+            order=tuple(rules.arms[arm] for arm in orders[(number - 1) % len(orders)]),
+        )
+        for number in range(1, rules.blocks + 1)
     ]
     pairs = []
     for _ in range(rules.null_pairs):
         first = len(blocks) + 1
-        blocks += [Block(number=first + step, kind="null", order=(rules.null_arm,)) for step in (0, 1)]
         pairs.append((first, first + 1))
-    best = reachable(rules.blocks, len(rules.comparisons), rules.alpha, rules.confidence)
-    document: dict[str, object] = {
-        "schema": SCHEMA,
-        "kind": "plan",
-        "study": study.name,
-        "length": length,
-        "arms": list(rules.arms),
-        "design": "williams",
-        "blocks": [{"block": it.number, "kind": it.kind, "order": list(it.order)} for it in blocks],
-        "null_arm": rules.null_arm,
-        "null_pairs": [list(pair) for pair in pairs],
-        "warm_up": rules.warm_up,
-        "settle_s": rules.settle_s,
-        "cells": [
-            {
-                "name": cell.name,
-                "mode": cell.mode,
-                "trace": cell.trace.relative_to(study.directory).as_posix(),
-                "trace_sha256": sha256_bytes(traces[cell.name]),
-                "requests": cell.requests,
-                "max_tokens": cell.max_tokens,
-                "concurrency": cell.concurrency,
-                "rate": cell.rate,
-            }
-            for cell in rules.cells
-        ],
-        "comparisons": [
-            {
-                "candidate": it.candidate,
-                "control": it.control,
-                "cell": it.cell,
-                "metric": it.metric,
-                "better": it.better,
-                "formula": FORMULAS[it.metric],
-            }
-            for it in rules.comparisons
-        ],
-        "alpha": rules.alpha,
-        "confidence": rules.confidence,
-        "practical": rules.practical,
-        "lateness_fraction": rules.lateness_fraction,
-        "server_ttft_ms": rules.server_ttft_ms,
-        "failed_share": rules.failed_share,
-        "cold": rules.cold,
-        "reachable": {"p": float(best.p), "holm_alpha": float(best.level), "coverage": float(best.coverage)},
-    }
+        blocks += [Block(block=number, kind=NULL, order=(rules.null_arm,)) for number in pairs[-1]]
     return Plan(
-        arms=rules.arms,
+        study=study.name,
+        length=length,
+        arms=tuple(rules.arms),
         blocks=tuple(blocks),
-        null_arm=rules.null_arm,
         null_pairs=tuple(pairs),
-        comparisons=rules.comparisons,
+        warm_up=rules.warm_up,
+        settle_s=float(rules.settle_s),
+        cells=cells,
+        comparisons=tuple(
+            PlannedComparison(**{key: getattr(it, key) for key in _COMPARISON}) for it in rules.comparisons
+        ),
         alpha=rules.alpha,
         confidence=rules.confidence,
         practical=rules.practical,
-        data=pretty_bytes(document),
+        lateness_fraction=rules.lateness_fraction,
+        server_ttft_ms=rules.server_ttft_ms,
+        failed_share=float(rules.failed_share),
+        cold=rules.cold,
+        panel_sha256=panel,
+        reachable=reachable,
     )
-
-
-def _check(rules: TimingRules, where: str) -> None:
-    size = len(williams(rules.arms))
-    if rules.blocks % size:
-        raise StudyError(
-            f"{where}.blocks: found {rules.blocks}, expected a multiple of {size}: so many blocks balance the order of "
-            f"{len(rules.arms)} arms",
-            advice=f"take {size * (rules.blocks // size + 1)}",
-        )
-    seen = set()
-    for index, it in enumerate(rules.comparisons):
-        if it.metric not in FORMULAS or not (_timed(it.metric) or it.metric.endswith("_throughput")):
-            raise StudyError(
-                f"{where}.comparisons[{index}].metric: found '{it.metric}', expected a figure to compare, such as "
-                "ttft_intended_p50 or output_throughput"
-            )
-        wanted = "higher" if unit_of(it.metric) == PER_SECOND else "lower"
-        if it.better != wanted:
-            raise StudyError(
-                f"{where}.comparisons[{index}].better: found '{it.better}', expected '{wanted}' of {it.metric}"
-            )
-        key = (it.candidate, it.control, it.cell, it.metric)
-        if key in seen:
-            raise StudyError(f"{where}.comparisons[{index}]: found a comparison a second time, expected each once")
-        seen.add(key)
-    family = len(rules.comparisons)
-    best = reachable(rules.blocks, family, rules.alpha, rules.confidence)
-    if best.p > best.level:
-        raise StudyError(
-            f"{where}: found {rules.blocks} blocks, whose smallest p is {float(best.p):.4g}, expected at most "
-            f"{float(best.level):.4g}, {rules.alpha:g} over a family of {family}: it could not be significant even if "
-            "all blocks agree",
-            advice=f"take {_enough(rules, size)} blocks, or a smaller family",
-        )
-    if not rank_of(rules.blocks, rules.confidence):
-        raise StudyError(
-            f"{where}.confidence: found {rules.confidence:g}, expected at most {float(best.coverage):.4g}, what the "
-            f"interval of {rules.blocks} blocks can cover",
-            advice=f"take {_enough(rules, size)} blocks",
-        )
-
-
-def _timed(metric: str) -> bool:
-    name = metric.removeprefix("burst_")
-    return any(name.startswith(f"{quantity}_") for quantity in QUANTITIES if quantity != "lateness")
-
-
-def _enough(rules: TimingRules, size: int) -> int:
-    """The smallest number of blocks that balances the order, can be significant, and has its confidence."""
-    for blocks in range(size, _MOST_BLOCKS, size):
-        best = reachable(blocks, len(rules.comparisons), rules.alpha, rules.confidence)
-        if best.p <= best.level and rank_of(blocks, rules.confidence):
-            return blocks
-    return _MOST_BLOCKS
 
 
 def check(data: bytes, study: Study, length: int, traces: Mapping[str, bytes], *, origin: str) -> Plan:
-    """The plan in a file, which must be what :func:`build` gives.
+    """The plan in the bytes of a file, which must be those that :func:`build` gives.
 
     Raises:
-        StudyError: It is another one; names the first key that differs.
+        StudyError: They are not, and names the first key that differs; or as :func:`build`.
     """
     plan = build(study, length, traces)
-    if plan.data == data:
+    if data == plan.to_bytes():
         return plan
-    found, expected = (parse_json(each, origin=origin, error=StudyError) for each in (data, plan.data))
-    if not isinstance(found, dict) or not isinstance(expected, dict):
-        raise StudyError(f"{origin}: found no plan, expected one", advice="run `kvqual plan`")
-    key = next((key for key in expected if found.get(key) != expected[key]), "its bytes")
-    raise StudyError(
-        f"{origin}: found another {key} than the study's timing rules and traces give, expected their plan",
-        advice="run `kvqual plan` and `kvqual freeze`",
+    advice = "run `kvqual plan` and `kvqual freeze`; trials of the old plan count no more"
+    found = parse_json(data, origin=origin, error=StudyError, advice=advice)
+    if not isinstance(found, dict):
+        raise StudyError(f"{origin}: found {describe(found)}, expected a plan", advice=advice)
+    difference = _difference("", found, json.loads(plan.to_bytes()), _TOP)
+    if difference is None:
+        raise StudyError(f"{origin}: found other bytes than `kvqual plan` writes for this plan", advice=advice)
+    raise StudyError(f"{origin}: {difference}", advice=advice)
+
+
+def parse_plan(data: bytes, *, origin: str) -> Plan:
+    """The plan in the bytes of a file, without the study that it was made for.
+
+    Raises:
+        StudyError: It is no plan, or not in the form that this module writes.
+    """
+    top = Table(parse_json(data, origin=origin, error=StudyError), origin=origin, error=StudyError, known=_TOP)
+    schema = top.integer("schema")
+    if schema != SCHEMA:
+        top.fail("schema", str(schema), str(SCHEMA))
+    top.choice("kind", ("plan",))
+    top.choice("design", (DESIGN,))
+    arms = top.strings("arms")
+    blocks = tuple(
+        Block(
+            block=table.integer("block", minimum=1),
+            kind=table.choice("kind", (MEASURED, NULL)),
+            order=table.strings("order"),
+        )
+        for table in top.tables("blocks", known=_BLOCK)
+    )
+    if [block.block for block in blocks] != list(range(1, len(blocks) + 1)):
+        top.fail("blocks", "blocks out of order", "them numbered from 1")
+    for index, block in enumerate(blocks):
+        whole = sorted(block.order) == sorted(arms) if block.kind == MEASURED else len(block.order) == 1
+        if not whole or not set(block.order) <= set(arms):
+            top.fail(f"blocks[{index}].order", ", ".join(block.order), "each arm once, or the null arm alone")
+    nulls = tuple(block for block in blocks if block.kind == NULL)
+    pairs = tuple((one.block, other.block) for one, other in zip(nulls[::2], nulls[1::2], strict=False))
+    if not pairs or top.raw("null_pairs") != [list(pair) for pair in pairs] or len({it.order for it in nulls}) != 1:
+        top.fail("null_pairs", f"{top.raw('null_pairs')}", "the null blocks in pairs, at least one, of one arm")
+    reachable = top.table("reachable", known=_REACHABLE)
+    plan = Plan(
+        study=top.string("study"),
+        length=top.integer("length", minimum=1),
+        arms=arms,
+        blocks=blocks,
+        null_pairs=pairs,
+        warm_up=top.integer("warm_up", minimum=1),
+        settle_s=top.number("settle_s", minimum=0.0),
+        cells=tuple(_cell_of(table) for table in top.tables("cells", known=_CELL)),
+        comparisons=tuple(
+            PlannedComparison(
+                candidate=table.choice("candidate", arms),
+                control=table.choice("control", arms),
+                cell=table.string("cell"),
+                metric=table.choice("metric", tuple(FORMULAS)),
+                better=table.choice("better", ("lower", "higher")),
+            )
+            for table in top.tables("comparisons", known=_COMPARISON)
+        ),
+        **{key: _share(top, key) for key in ("alpha", "confidence", "practical", "lateness_fraction")},
+        server_ttft_ms=top.number("server_ttft_ms", minimum=0.0),
+        failed_share=top.number("failed_share", minimum=0.0, maximum=1.0),
+        cold=top.boolean("cold"),
+        panel_sha256=top.sha256("panel_sha256"),
+        reachable=Reachable(**{key: reachable.number(key, minimum=0.0, maximum=1.0) for key in _REACHABLE}),
+    )
+    if plan.to_bytes() != data:
+        raise StudyError(f"{origin}: found other bytes than the canonical ones of this plan")
+    return plan
+
+
+def _share(table: Table, key: str) -> float:
+    value = table.number(key)
+    if not 0 < value < 1:
+        table.fail(key, f"{value}", "a number between 0 and 1")
+    return value
+
+
+def _cell_of(table: Table) -> PlannedCell:
+    return PlannedCell(
+        name=table.string("name"),
+        mode=table.choice("mode", ("open", "closed")),
+        trace=table.string("trace"),
+        trace_sha256=table.sha256("trace_sha256"),
+        requests=table.integer("requests", minimum=1),
+        max_tokens=table.integer("max_tokens", minimum=1),
+        concurrency=None if table.raw("concurrency") is None else table.integer("concurrency", minimum=1),
+        rate=None if table.raw("rate") is None else table.number("rate"),
     )
 
 
-def trials(plan: Plan) -> tuple[tuple[str, int], ...]:
-    """Every trial as (arm, block), in the order in which they are to be made."""
-    return tuple((arm, block.number) for block in plan.blocks for arm in block.order)
+def _arms(rules: TimingRules, origin: str) -> None:
+    for index, arm in enumerate(rules.arms):
+        if arm in rules.arms[:index]:
+            raise StudyError(f"{origin}: arms: found '{arm}' twice, expected each arm once")
+    if rules.null_arm not in rules.arms:
+        raise StudyError(
+            f"{origin}: null_arm: found '{rules.null_arm}', expected one of {', '.join(rules.arms) or 'no arms'}"
+        )
+    if rules.null_pairs < 1:
+        raise StudyError(f"{origin}: null_pairs: found {rules.null_pairs}, expected at least 1")
+
+
+def _cells(
+    study: Study, rules: TimingRules, traces: Mapping[str, bytes], origin: str
+) -> tuple[tuple[PlannedCell, ...], str]:
+    """The cells with their traces' digests, and the digest of the panel that all of them are of."""
+    found, panels = [], set()
+    if not rules.cells:
+        raise StudyError(f"{origin}: cells: found none, expected at least one")
+    for index, cell in enumerate(rules.cells):
+        if any(cell.name == other.name for other in rules.cells[:index]):
+            raise StudyError(f"{origin}: cells: found '{cell.name}' twice, expected each cell once")
+        if cell.name not in traces:
+            raise StudyError(f"{origin}: found no trace of cell {cell.name}, expected one", advice="run `kvqual trace`")
+        panels.add(_traced(cell, traces[cell.name]))
+        inside = cell.trace.is_relative_to(study.directory)
+        found.append(
+            PlannedCell(
+                name=cell.name,
+                mode=cell.mode,
+                trace=cell.trace.relative_to(study.directory).as_posix() if inside else cell.trace.name,
+                trace_sha256=sha256_bytes(traces[cell.name]),
+                requests=cell.requests,
+                max_tokens=cell.max_tokens,
+                concurrency=cell.concurrency,
+                rate=cell.rate,
+            )
+        )
+    if len(panels) != 1:
+        raise StudyError(
+            f"{origin}: found traces of {len(panels)} panels ({', '.join(sorted(panels))}), expected those of one",
+            advice="run `kvqual trace`",
+        )
+    return tuple(found), panels.pop()
+
+
+def _traced(cell: Cell, data: bytes) -> str:
+    """The digest of a trace's panel, if it is the trace of this cell."""
+    try:
+        trace = parse_trace(data, origin=f"trace of cell {cell.name}")
+    except EvidenceError as error:
+        raise StudyError(str(error), advice="run `kvqual trace`") from error
+    declared = (
+        ("cell", trace.cell, cell.name),
+        ("mode", trace.mode, cell.mode),
+        ("arrivals", trace.arrivals, cell.arrivals),
+        ("rate", trace.rate, cell.rate),
+        ("seed", trace.seed, cell.seed),
+        ("concurrency", trace.concurrency, cell.concurrency),
+        ("requests", len(trace.requests), cell.requests),
+        ("max_tokens", sorted({it.max_tokens for it in trace.requests}), [cell.max_tokens]),
+    )
+    for key, found, expected in declared:
+        if found != expected:
+            raise StudyError(
+                f"trace of cell {cell.name}: {key}: found {found}, expected {expected} as declared",
+                advice="run `kvqual trace`",
+            )
+    return trace.panel_sha256
+
+
+def _comparisons(rules: TimingRules, origin: str) -> None:
+    if not rules.comparisons:
+        raise StudyError(f"{origin}: comparisons: found none, expected at least one")
+    cells, seen = {cell.name: cell for cell in rules.cells}, set()
+    for index, it in enumerate(rules.comparisons):
+        place = f"{origin}: comparisons[{index}]"
+        for key, name in (("candidate", it.candidate), ("control", it.control)):
+            if name not in rules.arms:
+                raise StudyError(f"{place}.{key}: found '{name}', expected an arm of the plan: {', '.join(rules.arms)}")
+        if it.candidate == it.control:
+            raise StudyError(f"{place}: found '{it.candidate}' against itself, expected two arms")
+        if it.cell not in cells:
+            raise StudyError(f"{place}.cell: found '{it.cell}', expected a cell of the plan: {', '.join(cells)}")
+        if it.metric not in FORMULAS:
+            known = [name for name in FORMULAS if better_of(name) is not None]
+            raise StudyError(
+                f"{place}.metric: found '{it.metric}', expected the name of a figure such as ttft_intended_p50",
+                advice=nearest(it.metric, known),
+            )
+        better = better_of(it.metric)
+        if better is None:
+            raise StudyError(f"{place}.metric: found '{it.metric}', expected a figure of what an arm does")
+        if it.better != better:
+            raise StudyError(f"{place}.better: found '{it.better}', expected '{better}' for {it.metric}")
+        _population(rules, cells[it.cell], it.metric, place)
+        key4 = (it.candidate, it.control, it.cell, it.metric)
+        if key4 in seen:
+            raise StudyError(
+                f"{place}: found {it.metric} of '{it.candidate}' against '{it.control}' in {it.cell} twice, expected "
+                "each comparison once"
+            )
+        seen.add(key4)
+
+
+def _population(rules: TimingRules, cell: Cell, metric: str, place: str) -> None:
+    """A figure that no request of the cell enters would make every trial incomplete."""
+    if metric.startswith(_BURST):
+        if cell.mode == "open":
+            raise StudyError(f"{place}.metric: found '{metric}' in the open cell {cell.name}, expected no burst there")
+    elif metric.startswith(_LOWER) and cell.concurrency is not None and cell.requests <= cell.concurrency:
+        raise StudyError(
+            f"{place}.metric: found '{metric}' in the closed cell {cell.name} of {cell.requests} requests, expected "
+            f"more than its concurrency, {cell.concurrency}: the first {cell.concurrency} are the burst"
+        )
+
+
+def _orders(rules: TimingRules, origin: str) -> tuple[tuple[int, ...], ...]:
+    orders = williams(len(rules.arms))
+    size = len(orders)
+    if rules.blocks < 1 or rules.blocks % size:
+        raise StudyError(
+            f"{origin}: blocks: found {rules.blocks}, expected a multiple of {size} ({size}, {2 * size}, {3 * size}, "
+            f"…): the orders of {len(rules.arms)} arms are balanced over {size} blocks"
+        )
+    return orders
+
+
+def _reachable(rules: TimingRules, size: int, origin: str) -> Reachable:
+    """What so many blocks can show; refused where that is nothing."""
+    count = len(rules.comparisons)
+    level, confidence = Fraction(repr(float(rules.alpha))) / count, Fraction(repr(float(rules.confidence)))
+    p, order = sign_p(rules.blocks), largest_order(rules.blocks, confidence)
+    enough = size
+    while sign_p(enough) > level or 1 - sign_p(enough) < confidence:
+        enough += size
+    advice = f"{enough} blocks are the fewest that would do"
+    if p > level:
+        raise StudyError(
+            f"{origin}: blocks: found {rules.blocks}, whose sign test has p = {float(p):.6g} if all agree, expected at "
+            f"most {float(level):.6g}, Holm's smallest level in a family of {count} at {rules.alpha:g}",
+            advice=advice,
+        )
+    if order is None:
+        raise StudyError(
+            f"{origin}: blocks: found {rules.blocks}, whose widest interval of the median covers "
+            f"{100 * float(coverage(rules.blocks, 1)):.6g} %, expected at least {100 * rules.confidence:g} %",
+            advice=advice,
+        )
+    return Reachable(p=float(p), holm_alpha=float(level), coverage=float(coverage(rules.blocks, order)))
+
+
+def _difference(path: str, found: object, expected: object, order: Sequence[str] = ()) -> str | None:
+    """Where two JSON values first differ, in the order of the document."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        rest = [key for key in (*expected, *found) if key not in order]
+        for key in dict.fromkeys((*order, *rest)):
+            place = f"{path}.{key}" if path else key
+            if key not in found or key not in expected:
+                here, there = ("no such key", "one") if key in expected else ("an unknown key", "none")
+                return f"{place}: found {here}, expected {there}"
+            inner = _difference(place, found[key], expected[key])
+            if inner is not None:
+                return inner
+        return None
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            inner = _difference(f"{path}[{index}]", one, other)
+            if inner is not None:
+                return inner
+        return None
+    if type(found) is type(expected) and found == expected:
+        return None
+    return f"{path}: found {describe(found)}, expected {describe(expected)}"

@@ -1,90 +1,123 @@
-"""What ``kvqual trace`` and ``kvqual plan`` do: write the traces and plans that a study's timing rules give.
+"""The files that a study's timing plans name and a command writes: the traces, the plans.
 
-Both are made from the study alone, so that ``--check`` and ``kvqual freeze`` can tell whether a file is the one that
-would be written. Arrivals from a file are the exception: they are kept in the trace itself, and read from there again.
+``kvqual trace`` and ``kvqual plan`` write them, or with ``--check`` hold them against what they would write;
+``kvqual freeze`` does the latter too. Same study, same bytes.
 """
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_kvqual._canonical import sha256_bytes
+from pytest_kvqual._decode import nearest
 from pytest_kvqual.errors import EvidenceError, StudyError
+from pytest_kvqual.study import plan as plans
 from pytest_kvqual.study.load import load_study
-from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import load_panel
-from pytest_kvqual.study.plan import Plan, build, check, reachable, trials
-from pytest_kvqual.study.trace import build as build_traces
-from pytest_kvqual.study.trace import parse_trace
+from pytest_kvqual.study.trace import Trace, build, parse_trace
+
+if TYPE_CHECKING:
+    from pytest_kvqual.study.model import Study, TimingRules
+
+__all__ = ["check_timing_files", "plan_command", "trace_command"]
+
+_SHOWN = 12
+#: Of an arrival in nanoseconds; more would be beyond thirty years.
+_DIGITS = 18
 
 
-def trace_command(name_or_path: str, *, check_only: bool, arrivals: Sequence[str] = ()) -> list[str]:
-    """Write every trace of a study's timing plans; one line each.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """A file as it has to be, and what its bytes are about."""
+
+    path: Path
+    data: bytes
+    about: str
+
+
+def trace_command(name_or_path: str, *, check: bool, arrivals: Sequence[str] = ()) -> tuple[str, ...]:
+    """What ``kvqual trace`` does; returns one line for each trace, with its SHA-256.
 
     Args:
-        name_or_path: The study.
-        check_only: Write nothing.
-        arrivals: ``LENGTH/CELL=FILE`` for each cell whose arrivals come from a file: one number of seconds a line.
+        name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
+        check: Write nothing; fail unless each trace is what would be written. The arrivals of a cell of kind ``file``
+            are then those of the trace that is there.
+        arrivals: ``CELL=FILE`` for each cell of kind ``file``: one arrival a line, in whole nanoseconds.
 
     Raises:
-        StudyError: The study times nothing; a panel is too small; a file of arrivals is missing or malformed; or, with
-            ``check_only``, a trace is not what would be written.
-    """
-    study, given = _timed(name_or_path), dict(_given(arrivals))
-    lines = []
-    for length in study.timing:
-        for cell, data in _traces(study, length, given).items():
-            path = next(it.trace for it in study.timing[length].cells if it.name == cell)
-            lines.append(_put(path, data, check_only, "kvqual trace"))
-    return lines
-
-
-def plan_command(name_or_path: str, *, check_only: bool) -> list[str]:
-    """Write the plan of each length that a study times; lines for a person: order, trials, what can be reached.
-
-    Raises:
-        StudyError: The study times nothing; a trace is missing; the plan is refused; or, with ``check_only``, a plan is
-            not what would be written.
-    """
-    study, lines = _timed(name_or_path), []
-    for length, rules in study.timing.items():
-        plan = build(study, length, read_traces(study, length))
-        lines += [_put(rules.plan, plan.to_bytes(), check_only, "kvqual plan"), *_described(study, length, plan)]
-    return lines
-
-
-def trial_lines(name_or_path: str, length: int) -> list[str]:
-    """``ARM BLOCK`` of each trial of a length's plan, in order, for a script.
-
-    Raises:
-        StudyError: The study has no plan at this length.
+        StudyError: The study has no timing plan, or one that cannot be made into traces; with ``check`` a trace that is
+            missing or another one.
     """
     study = _timed(name_or_path)
-    if length not in study.timing:
-        raise StudyError(
-            f"study {study.name}: found no timing plan at length {length}, expected one of "
-            f"{', '.join(map(str, study.timing))}"
-        )
-    return [f"{arm} {block}" for arm, block in trials(build(study, length, read_traces(study, length)))]
+    given = _given(study, arrivals)
+    files = [file for length in study.timing for file in _traces(study, length, None if check else given)]
+    return tuple(
+        f"{_relative(study, file.path)}: {_settle(file, 'kvqual trace', check=check)}; {file.about}; sha256 "
+        f"{sha256_bytes(file.data)}"
+        for file in files
+    )
+
+
+def plan_command(name_or_path: str, *, check: bool, default: str) -> tuple[str, ...]:
+    """What ``kvqual plan`` does; returns its lines: the blocks, the trials as commands, what the plan can show.
+
+    Args:
+        name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
+        check: Write nothing; fail unless each plan is what would be written.
+        default: The study that pytest takes without ``--study``.
+
+    Raises:
+        StudyError: The study has no timing plan, or one that is refused; a trace is missing or another one; with
+            ``check`` a plan that is missing or another one.
+    """
+    study = _timed(name_or_path)
+    lines: list[str] = []
+    for length in study.timing:
+        plan, file = _plan(study, length)
+        said = _settle(file, "kvqual plan", check=check)
+        lines += [
+            f"{_relative(study, file.path)}: {said}; {file.about}; sha256 {sha256_bytes(file.data)}",
+            *_blocks(plan),
+            *_commands(study, plan, "" if name_or_path == default else f" --study {name_or_path}"),
+            *_reach(plan),
+        ]
+    return tuple(lines)
 
 
 def check_timing_files(study: Study) -> None:
-    """Refuse a study whose traces or plans are not what its timing rules give.
+    """Hold every trace and plan of a study against what ``kvqual trace`` and ``kvqual plan`` write.
 
     Raises:
-        StudyError: One is missing, or another one.
+        StudyError: One is missing or another one, or the declaration is refused.
     """
-    for length, rules in study.timing.items():
-        for cell, data in _traces(study, length, {}).items():
-            path = next(it.trace for it in rules.cells if it.name == cell)
-            _put(path, data, True, "kvqual trace")
-        check(_read(rules.plan, "kvqual plan"), study, length, read_traces(study, length), origin=str(rules.plan))
+    for length in study.timing:
+        _settle(_plan(study, length)[1], "kvqual plan", check=True)
+
+
+def trial_lines(name_or_path: str, length: str) -> tuple[str, ...]:
+    """What ``kvqual plan --trials LENGTH`` prints, for a script: ``ARM BLOCK`` of each trial, in order.
+
+    Raises:
+        StudyError: The study has no timing plan of this length; or as :func:`plan_command` with ``check``.
+    """
+    study = _timed(name_or_path)
+    if length not in map(str, study.timing):
+        raise StudyError(
+            f"--trials: found '{length}', expected a length with a timing plan: {', '.join(map(str, study.timing))}"
+        )
+    plan, file = _plan(study, int(length))
+    _settle(file, "kvqual plan", check=True)
+    return tuple(f"{arm} {block}" for arm, block in plans.trials(plan))
 
 
 def read_traces(study: Study, length: int) -> dict[str, bytes]:
-    """The bytes of each cell's trace.
+    """The bytes of each cell's trace, by the cell's name.
 
     Raises:
         StudyError: One is missing.
@@ -95,11 +128,14 @@ def read_traces(study: Study, length: int) -> dict[str, bytes]:
 def _timed(name_or_path: str) -> Study:
     study = load_study(name_or_path)
     if not study.timing:
-        raise StudyError(f"study {study.name}: found no timing plan, expected [timing.LENGTH] in it")
+        raise StudyError(
+            f"study {study.name}: found no timing plan, expected one", advice="declare [timing.LENGTH] in study.toml"
+        )
     return study
 
 
-def _traces(study: Study, length: int, given: Mapping[str, Path]) -> dict[str, bytes]:
+def _traces(study: Study, length: int, given: Mapping[str, tuple[int, ...]] | None) -> list[_File]:
+    """The traces of a length as they have to be; without ``given`` the arrivals of a file are those frozen already."""
     rules = study.timing[length]
     panel = load_panel(
         rules.panel,
@@ -108,97 +144,141 @@ def _traces(study: Study, length: int, given: Mapping[str, Path]) -> dict[str, b
         vocabulary=study.model.vocabulary,
         tokenizer=study.model.files.get("tokenizer.json"),
     )
-    arrivals: dict[str, Sequence[int]] = {}
+    found = build(rules.cells, panel.items, panel.sha256, arrivals=_frozen(rules) if given is None else given)
+    return [_File(path=cell.trace, data=found[cell.name].to_bytes(), about=_about(found[cell.name]))
+            for cell in rules.cells]  # fmt: skip
+
+
+def _frozen(rules: TimingRules) -> dict[str, tuple[int, ...]]:
+    """The arrivals of each cell of kind ``file``, from the trace that is there."""
+    found = {}
     for cell in rules.cells:
-        if cell.arrivals != "file":
-            continue
-        source = given.get(f"{length}/{cell.name}")
-        if source is not None:
-            arrivals[cell.name] = _seconds(source)
-        elif cell.trace.is_file():
-            arrivals[cell.name] = _kept(cell.trace)
-    found = build_traces(rules.cells, panel.items, panel.sha256, arrivals=arrivals)
-    return {name: trace.to_bytes() for name, trace in found.items()}
-
-
-def _kept(path: Path) -> tuple[int, ...]:
-    try:
-        trace = parse_trace(_read(path, "kvqual trace"), origin=str(path))
-    except EvidenceError as error:
-        raise StudyError(str(error), advice="run `kvqual trace --arrivals LENGTH/CELL=FILE`") from error
-    return tuple(it.intended_ns for it in trace.requests if it.intended_ns is not None)
-
-
-def _given(arrivals: Sequence[str]) -> list[tuple[str, Path]]:
-    found = []
-    for text in arrivals:
-        cell, equals, file = text.partition("=")
-        if not equals or not re.fullmatch(r"[0-9]+/[a-z][a-z0-9-]*", cell):
-            raise StudyError(f"--arrivals: found '{text}', expected LENGTH/CELL=FILE")
-        found.append((cell, Path(file)))
+        if cell.arrivals == "file":
+            data = _read(cell.trace, "kvqual trace --arrivals")
+            try:
+                trace = parse_trace(data, origin=str(cell.trace))
+            except EvidenceError as error:
+                raise StudyError(str(error), advice="run `kvqual trace --arrivals`") from error
+            found[cell.name] = tuple(it.intended_ns or 0 for it in trace.requests)
     return found
 
 
-def _seconds(path: Path) -> tuple[int, ...]:
-    """Arrivals in ns from a file with one decimal number of seconds a line; exact."""
-    from decimal import Decimal, InvalidOperation
+def _about(trace: Trace) -> str:
+    load = f"closed loop, {trace.concurrency} in flight" if trace.mode == "closed" else f"open loop, {trace.arrivals}"
+    rate = f" at {trace.rate:g} requests/s" if trace.rate is not None else ""
+    return f"{len(trace.requests)} requests, {load}{rate}"
 
-    found = []
-    for number, line in enumerate(_read(path, "").decode(errors="replace").splitlines(), start=1):
-        try:
-            value = Decimal(line.strip()) * 10**9
-            found.append(int(value.to_integral_value()))
-        except (InvalidOperation, ValueError, OverflowError):
-            raise StudyError(f"{path}, line {number}: found '{line[:40]}', expected a number of seconds") from None
-    return tuple(found)
+
+def _plan(study: Study, length: int) -> tuple[plans.Plan, _File]:
+    rules = study.timing[length]
+    files = _traces(study, length, None)
+    for file in files:
+        _settle(file, "kvqual trace", check=True)
+    plan = plans.build(study, length, {cell.name: it.data for cell, it in zip(rules.cells, files, strict=True)})
+    count = len(plans.trials(plan))
+    return plan, _File(path=rules.plan, data=plan.to_bytes(), about=f"{len(plan.blocks)} blocks, {count} trials")
+
+
+def _settle(file: _File, command: str, *, check: bool) -> str:
+    """Write a file, or check it; returns in one word what was found.
+
+    Raises:
+        StudyError: With ``check`` it is missing or another one; otherwise it cannot be written.
+    """
+    if check:
+        if _read(file.path, command) != file.data:
+            raise StudyError(
+                f"{file.path}: found other bytes than `{command}` writes, expected sha256 {sha256_bytes(file.data)}",
+                advice=f"run `{command}`, then what follows it: trace, plan, freeze",
+            )
+        return "matches"
+    before = file.path.read_bytes() if file.path.is_file() else None
+    if before == file.data:
+        return "unchanged"
+    # The process id keeps two commands from writing into each other's file.
+    scratch = file.path.with_name(f".{file.path.name}.{os.getpid()}.tmp")
+    try:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(file.data)
+        scratch.replace(file.path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        raise StudyError(f"cannot write {file.path}: {error.strerror or error}") from error
+    return "written" if before is None else "written anew"
 
 
 def _read(path: Path, command: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise StudyError(f"found no file {path}, expected it", advice=command and f"run `{command}`") from None
+        raise StudyError(f"found no file {path}, expected it", advice=f"run `{command}`") from None
     except OSError as error:
-        raise StudyError(f"cannot read {path}: {error.strerror}") from None
+        raise StudyError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _put(path: Path, data: bytes, check_only: bool, command: str) -> str:
-    if check_only:
-        found = _read(path, command)
-        if found != data:
+def _given(study: Study, arrivals: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The arrivals that were given, by cell."""
+    cells = {cell.name: cell for rules in study.timing.values() for cell in rules.cells if cell.arrivals == "file"}
+    found: dict[str, tuple[int, ...]] = {}
+    for text in arrivals:
+        name, separator, file = text.partition("=")
+        if not separator or not file:
+            raise StudyError(f"--arrivals: found '{text}', expected CELL=FILE")
+        if name not in cells:
             raise StudyError(
-                f"{path}: found sha256 {sha256_bytes(found)}, expected {sha256_bytes(data)} as the study gives",
-                advice=f"run `{command}` and `kvqual freeze`",
+                f"--arrivals: found '{name}', expected a cell with arrivals = \"file\": {', '.join(cells) or 'none'}",
+                advice=nearest(name, cells),
             )
-        return f"{sha256_bytes(data)}  {path} (matches)"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    except OSError as error:
-        raise StudyError(f"cannot write {path}: {error.strerror or error}") from error
-    return f"{sha256_bytes(data)}  {path}"
+        if name in found:
+            raise StudyError(f"--arrivals: found '{name}' twice, expected each cell once")
+        found[name] = _times(Path(file))
+    return found
 
 
-def _described(study: Study, length: int, plan: Plan) -> list[str]:
-    best = reachable(len(plan.measured), len(plan.comparisons), plan.alpha, plan.confidence)
-    pairs = len(plan.null_pairs)
-    title = f"length {length}: {len(plan.measured)} blocks of {', '.join(plan.arms)} in a Williams design, "
-    title += f"{pairs} A/A pair{'s' if pairs > 1 else ''} of {plan.null_arm}, {len(trials(plan))} trials"
-    lines = [title]
-    lines += [f"  block {block.number} ({block.kind}): {', '.join(block.order)}" for block in plan.blocks]
-    lines.append(
-        f"  family of {len(plan.comparisons)}, Holm's smallest level {float(best.level):.4g}; reachable two-sided p "
-        f"where all {len(plan.measured)} blocks agree: {float(best.p):.4g}"
-    )
-    lines.append(
-        f"  interval of the median: {100 * float(best.coverage):.4g} % actual coverage, "
-        f"{100 * plan.confidence:g} % asked"
-    )
-    lines += [
-        f"  {it.metric} of {it.candidate} against {it.control} in {it.cell}: {it.better} is better, practical "
-        f"{100 * plan.practical:g} %"
-        for it in plan.comparisons
+def _times(path: Path) -> tuple[int, ...]:
+    found = []
+    for number, line in enumerate(_read(path, "kvqual trace --arrivals CELL=FILE").splitlines(), start=1):
+        # int() would also take '1_000' and Unicode digits.
+        if not line.isdigit() or len(line) > _DIGITS:
+            raise StudyError(
+                f"{path}, line {number}: found {line[:40]!r}, expected one arrival in whole nanoseconds after zero"
+            )
+        found.append(int(line))
+    return tuple(found)
+
+
+def _relative(study: Study, path: Path) -> str:
+    return path.relative_to(study.directory).as_posix()
+
+
+def _blocks(plan: plans.Plan) -> list[str]:
+    lines = [f"block {it.block}: {', '.join(it.order)}" for it in plan.blocks if it.kind == plans.MEASURED]
+    return lines + [f"blocks {one} and {other}: A/A of {plan.null_arm}" for one, other in plan.null_pairs]
+
+
+def _commands(study: Study, plan: plans.Plan, argument: str) -> list[str]:
+    return [
+        f'pytest qualification/ -m "{study.platform} and timing"{argument} --arm {arm} --length {plan.length} '
+        f"--block {block}"
+        for arm, block in plans.trials(plan)
     ]
-    lines.append("trials, in this order:")
-    command = f'pytest qualification/ -m "{study.platform} and timing" --study {study.name}'
-    return lines + [f"  {command} --arm {arm} --length {length} --block {block}" for arm, block in trials(plan)]
+
+
+def _reach(plan: plans.Plan) -> list[str]:
+    """What so many blocks can show, each number against what it has to reach."""
+    count, family = len(plan.measured), len(plan.comparisons)
+    alpha = Fraction(repr(plan.alpha))
+    levels = ", ".join(f"{float(alpha / (family - rank)):.6g}" for rank in range(min(family, _SHOWN)))
+    order = plans.largest_order(count, Fraction(repr(plan.confidence))) or 0
+    return [
+        (
+            f"sign test: p = {plan.reachable.p:.6g} if all {count} blocks agree; Holm's levels for {family} "
+            f"comparison{'s' if family > 1 else ''} at {plan.alpha:g}: {levels}{', …' if family > _SHOWN else ''}"
+        ),
+        (
+            f"interval of the median: effects {order} to {count + 1 - order} of {count}, which cover it with "
+            f"{100 * plan.reachable.coverage:.6g} %, at least {100 * plan.confidence:g} %"
+        ),
+        f"practical effect: {100 * plan.practical:g} %; A/A pairs must stay below it",
+    ]

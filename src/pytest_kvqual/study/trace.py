@@ -102,7 +102,7 @@ def poisson_arrivals(rate: float, seed: str, count: int) -> tuple[int, ...]:
     for index in range(count):
         drawn = int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "big")
         uniform = _CONTEXT.divide(Decimal(drawn + 1), Decimal(2**64))
-        gap = _CONTEXT.divide(_CONTEXT.multiply(-_CONTEXT.ln(uniform), Decimal(_SECOND)), scale)
+        gap = _CONTEXT.divide(_CONTEXT.multiply(_CONTEXT.minus(_CONTEXT.ln(uniform)), Decimal(_SECOND)), scale)
         at = _CONTEXT.add(at, gap)
         found.append(_whole(at))
     return tuple(found)
@@ -138,6 +138,10 @@ def build(
     canaries = [item for item in items if item.grade == "canary"]
     found: dict[str, Trace] = {}
     for cell in cells:
+        if cell.canaries >= cell.requests:
+            raise StudyError(
+                f"cell {cell.name}: found {cell.canaries} canaries of {cell.requests} requests, expected fewer"
+            )
         places = canary_places(cell.requests, cell.canaries)
         if len(measured) < cell.requests - len(places) or len(canaries) < len(places):
             raise StudyError(
@@ -161,7 +165,7 @@ def build(
             cell=cell.name,
             mode=cell.mode,
             arrivals=cell.arrivals,
-            rate=cell.rate,
+            rate=None if cell.rate is None else float(cell.rate),
             seed=cell.seed,
             concurrency=cell.concurrency,
             panel_sha256=panel_sha256,
@@ -171,8 +175,8 @@ def build(
 
 
 def canary_places(requests: int, canaries: int) -> frozenset[int]:
-    """Where the canaries stand among the requests: evenly spaced, never first."""
-    return frozenset((index + 1) * requests // (canaries + 1) or 1 for index in range(canaries))
+    """Where the canaries, fewer than the requests, stand among them: evenly spaced, never first."""
+    return frozenset((index + 1) * requests // (canaries + 1) for index in range(canaries))
 
 
 def _arrivals(cell: Cell, given: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -239,10 +243,19 @@ def parse_trace(data: bytes, *, origin: str) -> Trace:
         panel_sha256=head.sha256("panel_sha256"),
         requests=requests,
     )
-    if (mode == "closed") != all(it.intended_ns is None for it in requests) or (mode == "closed") != (
-        trace.concurrency is not None
-    ):
+    closed = mode == "closed"
+    if any(closed != (it.intended_ns is None) for it in requests) or closed != (trace.concurrency is not None):
         head.fail("mode", f"'{mode}'", "arrivals exactly in an open loop, a concurrency exactly in a closed one")
+    if (
+        closed != (trace.arrivals is None)
+        or (trace.seed is not None) != (trace.arrivals == "poisson")
+        or (trace.rate is None and trace.arrivals in ("constant", "poisson"))
+        or (closed and trace.rate is not None)
+    ):
+        head.fail(
+            "arrivals", f"'{trace.arrivals}' with the rate {trace.rate} and the seed {trace.seed!r}",
+            "a kind exactly in an open loop, a rate of constant and poisson arrivals, a seed of poisson ones",
+        )  # fmt: skip
     times = [it.intended_ns for it in requests if it.intended_ns is not None]
     if times != sorted(times) or len({it.request for it in requests}) != len(requests):
         head.fail("requests", "arrivals that go back, or a request named twice", "ascending arrivals, each name once")

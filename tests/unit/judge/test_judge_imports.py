@@ -17,6 +17,8 @@ ROOMS = (
     "pytest_kvqual.judge.gates.replay",
     "pytest_kvqual.judge.gates.determinism",
     "pytest_kvqual.judge.gates.fidelity",
+    "pytest_kvqual.judge.gates.superiority",
+    "pytest_kvqual.study.plan",
     "pytest_kvqual.receipt.write",
     "pytest_kvqual.stats.bounds",
     "pytest_kvqual.stats.paired",

@@ -33,12 +33,13 @@ from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, conclude, null_check
 from pytest_kvqual.judge.verdict import Check, Poison, Verdict
 from pytest_kvqual.metrics.recording import Recording, read_recording
-from pytest_kvqual.metrics.requests import figures
+from pytest_kvqual.metrics.requests import content_failure, events_of, figures
 from pytest_kvqual.metrics.summary import Summary, summarise
 from pytest_kvqual.study.trace import Trace, parse_trace
 from pytest_kvqual.tasks.parity import reference_output
 
 if TYPE_CHECKING:
+    from pytest_kvqual.faults.trial import TrialFault
     from pytest_kvqual.judge.gates._records import Panel
     from pytest_kvqual.study.model import TimingRules
 
@@ -108,14 +109,13 @@ def judge(
     _idle(idle, rules, evidence)
     poison = []
     for name in faults:
-        fault = FAULTS[name]
+        fault = FAULTS.get(name)
+        damaged = None if fault is None else _planted(fault, evidence)
+        if fault is None or damaged is None:
+            poison.append(Poison(fault=name, caught=False, figure="found nothing to plant it in"))
+            continue
         scratch = Objections()
-        with scratch.reading(fault.rule):
-            damaged = fault.plant(evidence)
-            if damaged is None:
-                poison.append(Poison(fault=name, caught=False, figure="found nothing to plant it in"))
-                continue
-            _judge(scratch, rules, panel, parity, damaged, expected)
+        _judge(scratch, rules, panel, parity, damaged, expected)
         lines = [text for rule, text in (*scratch.found, *scratch.missing) if rule == fault.rule]
         before = {text for rule, text in (*own.found, *own.missing) if rule == fault.rule}
         new = [text for text in lines if text not in before]
@@ -135,6 +135,14 @@ def judge(
             "cells": {name: _details(cell) for name, cell in cells.items()},
         },
     )
+
+
+def _planted(fault: TrialFault, evidence: Evidence) -> Evidence | None:
+    try:
+        return fault.plant(evidence)
+    except (EvidenceError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        # Evidence of another form has no place for the fault: a miss, and no reason to raise.
+        return None
 
 
 def cell_figures(data: bytes, *, origin: str) -> dict[str, Fraction | float | None]:
@@ -230,6 +238,7 @@ def _judge(
         for before, after, name in _loads(rules):
             if name in cells:
                 _counted(own, rules, _values(trial, before), _values(trial, after), name, cells[name])
+                _asked(own, panel, name, cells[name])
     # 8.
     _canaries(own, rules, panel, parity, cells, expected.reference)
     # 9. and 10.
@@ -250,11 +259,21 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
         if header.get(key) != wanted:
             own.find(1, f"{name}: {key}: found {header.get(key)!r}, expected {wanted!r}")
     about = header.get("about")
-    placed = {"arm": expected.arm, "block": expected.block, "plan_sha256": expected.plan_sha256}
-    for key, value in placed.items():
+    declared: tuple[tuple[str, object], ...] = (
+        ("arm", expected.arm),
+        ("block", expected.block),
+        ("plan_sha256", expected.plan_sha256),
+    )
+    for key, value in declared:
         found = about.get(key) if isinstance(about, Mapping) else None
         if found != value:
             own.find(1, f"{name}: {key}: found {found!r}, expected {value!r}")
+    for record in recording.requests:
+        if record["failure"] is None and isinstance(limit := record["max_tokens"], int):
+            hidden = content_failure([raw for _, raw in events_of(record, origin=name)], limit)
+            if hidden is not None:
+                own.find(3, f"{name}, {record['request']}: found a completed request, expected the failure "
+                            f"{hidden[0]}: {hidden[1]}")  # fmt: skip
     summary = summarise(recording)
     if summary.offered != summary.completed + sum(summary.failed.values()):
         own.find(3, f"{name}: found {summary.completed} completed and {sum(summary.failed.values())} failed of "
@@ -391,7 +410,7 @@ def _counted(
 ) -> None:
     whole = not cell.summary.failed
     ended = _ended(after) - _ended(before)
-    if whole and ended != cell.summary.completed:
+    if ended != cell.summary.completed if whole else ended < cell.summary.completed:
         own.find(7, f"{name}: found {ended} requests ended on the server, expected {cell.summary.completed}")
     answers = [figures(record) for record in cell.recording.requests]
     wanted = {
@@ -411,6 +430,16 @@ def _counted(
         own.find(7, f"{name}: found {hits} prompt tokens in the prefix cache, expected none: the plan says cold")
 
 
+def _asked(own: Objections, panel: Panel, name: str, cell: _Cell) -> None:
+    """The server counts as many prompt tokens of each request as the panel has: both have one tokenizer."""
+    lengths = {item.id: len(item.prompt) for item in panel.items}
+    for record in cell.recording.requests:
+        wanted, found = lengths.get(str(record["prompt"])), figures(record)
+        if found.completed and found.prompt_tokens != wanted:
+            own.find(7, f"{name}, {found.request}: found {found.prompt_tokens} prompt tokens, expected {wanted} as in "
+                        "the panel")  # fmt: skip
+
+
 def _canaries(
     own: Objections,
     rules: TimingRules,
@@ -424,12 +453,17 @@ def _canaries(
     with own.reading(8):
         for record in reference:
             name = record.get("id") if isinstance(record, Mapping) else None
-            if isinstance(record, Mapping) and record.get("order") == ORDER and name in prompts:
-                item = prompts[str(name)]
+            if (
+                isinstance(record, Mapping)
+                and record.get("order") == ORDER
+                and isinstance(name, str)
+                and name in prompts
+            ):
+                item = prompts[name]
                 output = reference_output(
                     record, origin=f"reference '{name}'", prompt=item.prompt, max_tokens=item.max_tokens
                 )
-                serial[str(name)] = output.token_ids
+                serial[name] = output.token_ids
     canaries = {item.id: item.expected for item in panel.items if item.grade == "canary"}
     for cell in rules.cells:
         if cell.name not in cells:

@@ -1,0 +1,189 @@
+"""``kvqual trace``, ``kvqual plan`` and what ``kvqual freeze`` asks of their files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pytest_kvqual import cli
+from pytest_kvqual._canonical import sha256_file
+from pytest_kvqual.errors import StudyError
+from pytest_kvqual.study.freeze import freeze
+from pytest_kvqual.study.load import find_study, load_study
+from pytest_kvqual.study.timing_files import check_timing_files, plan_command, trace_command
+
+SMOLLM2 = find_study("smollm2-cpu")
+OPEN, CLOSED, PLAN = "traces/1024-open.jsonl", "traces/1024-closed.jsonl", "plans/1024.json"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The embedded study's folder without its timing files."""
+    folder = tmp_path / "smollm2-cpu"
+    source = SMOLLM2 if SMOLLM2.is_dir() else SMOLLM2.parent
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("traces", "plans", "__pycache__", "lock.json"))
+    return folder
+
+
+def run(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], str]:
+    """Exit status, lines of standard output, standard error."""
+    status = cli.main(list(argv))
+    out, err = capsys.readouterr()
+    return status, out.splitlines(), err
+
+
+def change(folder: Path, old: str, new: str) -> None:
+    """Replace a text that must be in study.toml."""
+    path = folder / "study.toml"
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def test_the_embedded_study_s_files_are_what_the_commands_write(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--check`` passes on what is committed, and prints each digest."""
+    status, lines, _ = run("trace", "--check", capsys=capsys)
+    assert status == 0
+    assert [line.partition(":")[0] for line in lines] == [OPEN, CLOSED]
+    folder = load_study("smollm2-cpu").directory
+    assert [line.rpartition(" ")[2] for line in lines] == [sha256_file(folder / name) for name in (OPEN, CLOSED)]
+    status, lines, _ = run("plan", "--check", capsys=capsys)
+    assert status == 0
+    assert lines[0].startswith(f"{PLAN}: matches; 8 blocks, 20 trials; sha256 ")
+    assert lines[1:8] == [
+        "block 1: native, reference, candidate",
+        "block 2: reference, candidate, native",
+        "block 3: candidate, native, reference",
+        "block 4: candidate, reference, native",
+        "block 5: native, candidate, reference",
+        "block 6: reference, native, candidate",
+        "blocks 7 and 8: A/A of native",
+    ]
+    assert lines[8] == 'pytest qualification/ -m "cpu and timing" --arm native --length 1024 --block 1'
+    assert len([line for line in lines if line.startswith("pytest ")]) == 20
+    assert lines[-3:] == [
+        "sign test: p = 0.03125 if all 6 blocks agree; Holm's levels for 1 comparison at 0.05: 0.05",
+        "interval of the median: effects 1 to 6 of 6, which cover it with 96.875 %, at least 95 %",
+        "practical effect: 5 %; A/A pairs must stay below it",
+    ]
+
+
+def test_the_files_are_written_once_and_the_same(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Traces, then the plan, then again without a change; the bytes are those of the embedded study."""
+    status, _, err = run("plan", str(copy), capsys=capsys)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err == f"kvqual plan: found no file {copy / OPEN}, expected it (run `kvqual trace`)\n"
+    assert "written;" in run("trace", str(copy), capsys=capsys)[1][0]
+    assert "written;" in run("plan", str(copy), capsys=capsys)[1][0]
+    assert "unchanged;" in run("trace", str(copy), capsys=capsys)[1][1]
+    status, lines, _ = run("plan", str(copy), capsys=capsys)
+    assert "unchanged;" in lines[0]
+    assert f"--study {copy} --arm native" in lines[8]
+    for name in (OPEN, CLOSED, PLAN):
+        assert (copy / name).read_bytes() == (load_study("smollm2-cpu").directory / name).read_bytes()
+    assert not [path for path in copy.rglob("*") if path.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("name", [OPEN, CLOSED, PLAN])
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_other_files_are_refused_by_check_and_freeze(copy: Path, name: str, damage: str) -> None:
+    """A file that is missing, or has another byte, is named by the checks and by freeze, which writes no lock."""
+    trace_command(str(copy), check=False)
+    plan_command(str(copy), check=False, default="smollm2-cpu")
+    study = load_study(str(copy))
+    check_timing_files(study)
+    if damage == "missing":
+        (copy / name).unlink()
+    else:
+        (copy / name).write_bytes((copy / name).read_bytes().replace(b"24", b"25", 1))
+    for command in (
+        lambda: freeze(study),
+        lambda: check_timing_files(study),
+        lambda: plan_command(str(copy), check=True, default="smollm2-cpu"),
+    ):
+        with pytest.raises(StudyError, match=f"{copy / name}.*expected") as error:
+            command()
+        assert "\n" not in error.value.line()
+    assert not (copy / "lock.json").exists()
+
+
+def test_a_changed_study_makes_its_files_stale(copy: Path) -> None:
+    """A seed, a number of blocks or a threshold that is changed asks for the command that writes what follows."""
+    trace_command(str(copy), check=False)
+    plan_command(str(copy), check=False, default="smollm2-cpu")
+    change(copy, "practical = 0.05", "practical = 0.04")
+    with pytest.raises(StudyError, match=r"1024\.json: found other bytes than `kvqual plan` writes"):
+        check_timing_files(load_study(str(copy)))
+    assert "written anew" in plan_command(str(copy), check=False, default="smollm2-cpu")[0]
+    change(copy, 'seed = "smollm2-cpu 1024 open"', 'seed = "another"')
+    with pytest.raises(StudyError, match=r"1024-open\.jsonl: found other bytes than `kvqual trace` writes"):
+        plan_command(str(copy), check=False, default="smollm2-cpu")
+
+
+def test_a_plan_that_cannot_show_anything_is_not_written(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second comparison makes six blocks too few: refused in one line that names the number that would do."""
+    change(copy, "[[timing.1024.comparisons]]", (
+        '[[timing.1024.comparisons]]\ncandidate = "candidate"\ncontrol = "reference"\ncell = "open"\n'
+        'metric = "ttft_intended_p50"\nbetter = "lower"\n\n[[timing.1024.comparisons]]'
+    ))  # fmt: skip
+    trace_command(str(copy), check=False)
+    status, lines, err = run("plan", str(copy), capsys=capsys)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert "expected at most 0.025" in err
+    assert "12 blocks are the fewest that would do" in err
+    assert not (copy / PLAN).exists()
+
+
+def arrivals_from_a_file(copy: Path) -> None:
+    """Make the open cell one whose arrivals are given."""
+    change(
+        copy, 'arrivals = "poisson"\nrate = 0.4\nseed = "smollm2-cpu 1024 open"', 'arrivals = "file"'
+    )  # fmt: skip
+
+
+def test_arrivals_may_come_from_a_file(copy: Path, tmp_path: Path) -> None:
+    """They are needed to write the trace, and the trace alone to check it."""
+    arrivals_from_a_file(copy)
+    with pytest.raises(StudyError, match="cell open: found no file of arrivals"):
+        trace_command(str(copy), check=False)
+    times = tmp_path / "times.txt"
+    times.write_text("".join(f"{index * 10**9}\n" for index in range(10)))
+    lines = trace_command(str(copy), check=False, arrivals=[f"open={times}"])
+    assert "10 requests, open loop, file" in lines[0]
+    assert "matches" in trace_command(str(copy), check=True)[0]
+    plan_command(str(copy), check=False, default="smollm2-cpu")
+    check_timing_files(load_study(str(copy)))
+
+
+@pytest.mark.parametrize(
+    ("given", "content", "text"),
+    [
+        ("open", "", "--arrivals: found 'open', expected CELL=FILE"),
+        ("opne={}", "", "--arrivals: found 'opne', expected a cell with arrivals = \"file\": open"),
+        ("closed={}", "", "--arrivals: found 'closed', expected a cell with"),
+        ("open={}", "0\n1.5\n", "line 2: found b'1.5', expected one arrival in whole nanoseconds"),
+        ("open={}", "0\n-1\n", "line 2: found b'-1', expected one arrival"),
+        ("open={}", "5\n4\n" + "6\n" * 8, "cell open: found arrivals that go back"),
+        ("open={}", "0\n1\n", "cell open: found 2 arrivals, expected 10"),
+        ("open={}x", "", "found no file"),
+    ],
+)
+def test_arrivals_that_do_not_fit_are_one_line(copy: Path, tmp_path: Path, given: str, content: str, text: str) -> None:
+    """An unknown cell, one that draws its arrivals, and a malformed file are named."""
+    arrivals_from_a_file(copy)
+    times = tmp_path / "times.txt"
+    times.write_text(content)
+    with pytest.raises(StudyError) as error:
+        trace_command(str(copy), check=False, arrivals=[given.format(times)])
+    assert text in error.value.line()
+    assert "\n" not in error.value.line()
+
+
+def test_arrivals_of_a_cell_are_given_once(copy: Path, tmp_path: Path) -> None:
+    """Twice is refused, whichever is meant."""
+    arrivals_from_a_file(copy)
+    (tmp_path / "t").write_text("0\n" * 10)
+    with pytest.raises(StudyError, match="--arrivals: found 'open' twice"):
+        trace_command(str(copy), check=False, arrivals=[f"open={tmp_path / 't'}"] * 2)
