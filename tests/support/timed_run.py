@@ -22,7 +22,6 @@ from tiny_study import TOKENIZER, TinyStudy
 from pytest_kvqual._canonical import canonical_bytes, digest, pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
-from pytest_kvqual.faults.blocks import BLOCK_FAULTS
 from pytest_kvqual.faults.trial import FAULTS
 from pytest_kvqual.judge.gates import superiority, trial
 from pytest_kvqual.judge.permit import judgment_of
@@ -146,13 +145,14 @@ class _Writer:
         self.traces = build(self.rules.cells, self.panel.items, self.panel.sha256)
         data = {name: one.to_bytes() for name, one in self.traces.items()}
         planned = SimpleNamespace(timing={LENGTH: self.rules}, name="tiny", directory=self.study.directory)
-        self.plan = plans.build(cast(Study, planned), LENGTH, data)
+        self._named = cast(Study, planned)
+        self.plan = plans.build(self._named, LENGTH, data)
         self.data = data
         self.receipts: dict[str, dict[str, str]] = {}
         self._last = ""
 
     def write(self, change: Change, faster: bool) -> TimedRun:
-        files = {"panels/timing.json": _panel(), "plans/16.json": self.plan.data}
+        files = {"panels/timing.json": _panel(), "plans/16.json": self.plan.to_bytes()}
         files |= {f"traces/16-{name}.jsonl": data for name, data in self.data.items()}
         run = write_run(self.folder, gates=GATES + RULES, files=files, identity=_identity, more=self._more)
         found = TimedRun(run=run, plan=self.plan)
@@ -167,7 +167,7 @@ class _Writer:
             if arm == "candidate":
                 self._receipt(run, verdict, 3, found.attempts[arm, block])
         trials = {key: self._trial(found, key) for key in found.attempts}
-        found.superiority = superiority.judge(self.plan, arm="candidate", trials=trials, faults=tuple(BLOCK_FAULTS))
+        found.superiority = superiority.judge(self._named, self.plan, arm="candidate", trials=trials)
         self._receipt(run, found.superiority, 4, *found.attempts.values())
         return found
 
@@ -216,7 +216,8 @@ class _Writer:
         return judgment_of(self.study, "trial", self._scope(run, arm), self.receipts[arm])
 
     def _made(self, run: AuditedRun, arm: str, block: int, faster: bool) -> Made:
-        first = (10 if faster and arm == "candidate" else 20) * MS + block * MS // 100
+        # No two trials are alike.
+        first = (10 if faster and arm == "candidate" else 20) * MS + block * MS // 100 + ARMS.index(arm) * MS // 1000
         about: dict[str, object] = {
             "arm": arm,
             "length": LENGTH,
@@ -261,7 +262,7 @@ class _Writer:
     @property
     def plan_sha256(self) -> str:
         """The plan's digest."""
-        return sha256_bytes(self.plan.data)
+        return sha256_bytes(self.plan.to_bytes())
 
     def _base(self, prompt: str) -> int:
         """The first token of an answer: a canary's is that of the parity panel's item."""

@@ -18,7 +18,7 @@ from pytest_kvqual.audit.shapes import get, integer, items, shown, strings, tabl
 
 #: What a plan says as the study's rules say it.
 _AS_DECLARED: Final = (
-    "arms", "null_arm", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction",
+    "arms", "warm_up", "settle_s", "alpha", "confidence", "practical", "lateness_fraction",
     "server_ttft_ms", "failed_share", "cold",
 )  # fmt: skip
 _CELL: Final = ("name", "mode", "trace", "requests", "max_tokens", "concurrency", "rate")
@@ -105,7 +105,7 @@ def read(tree: Tree, frozen: Frozen, length: int, report: Report) -> Plan | None
         _balanced(plan, where, report)
         _reachable(plan, outer, where, report)
         _traces(tree, frozen, plan, where, report)
-        _panel(tree, frozen, plan)
+        _panel(tree, frozen, plan, outer.get("panel_sha256"), where, report)
         return plan
     return None
 
@@ -154,7 +154,7 @@ def _plan(outer: Mapping[str, object], rules: Mapping[str, object], digest: str)
         arms=strings(outer, "arms", "plan"),
         blocks=blocks,
         measured=measured,
-        null_arm=text(outer, "null_arm", "plan"),
+        null_arm=text(rules, "null_arm", "timing"),
         null_pairs=pairs,
         comparisons=family,
         cells={text(cell, "name", "cell"): cell for cell in cells},
@@ -259,8 +259,11 @@ def _traces(tree: Tree, frozen: Frozen, plan: Plan, where: str, report: Report) 
                 report.note(f"{where}: the prompt {prompt} is in the traces of {sent[prompt]} and {name}")
 
 
-def _panel(tree: Tree, frozen: Frozen, plan: Plan) -> None:
-    document = table(parse(_file(tree, frozen, text(plan.rules, "panel", "timing"))), "panel")
+def _panel(tree: Tree, frozen: Frozen, plan: Plan, stated: object, where: str, report: Report) -> None:
+    data = _file(tree, frozen, text(plan.rules, "panel", "timing"))
+    if stated != sha256(data):
+        report.find(18, where, f"panel_sha256: found {shown(stated)}, expected {sha256(data)}, the timing panel's")
+    document = table(parse(data), "panel")
     for value in items(document, "items", "panel"):
         item = table(value, "item")
         plan.prompts[text(item, "id", "item")] = len(items(item, "prompt", "item"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from pytest_kvqual.audit import fidelity, plans, superiority, trials
@@ -213,10 +214,15 @@ def _superiority(run: Run, receipt: Receipt, result: GateResult) -> None:
             trial = every.get((arm, block)) if one.gate == "trial" and type(block) is int else None
             if trial is not None and not trial.why and one.outcome != "PASS":
                 trial.void = one.figure
+    if not any(it.candidate == run.scope.arm for it in plan.comparisons):
+        # Nothing is asked of the arm, and nothing was derived: the receipt may say so and no more.
+        _compare(run, receipt, result, "INCONCLUSIVE", "rule 1: the arm is the candidate of no comparison", {})
+        return
     derived = superiority.derive(plan, run.scope.arm, every)
     _null(run, receipt, not derived.objections.idle)
     outcome = derived.objections.outcome(missed=_missed(receipt))
-    _compare(run, receipt, result, outcome, derived.objections.first(), derived.details(plan))
+    bare = replace(receipt, details=superiority.without_words(receipt.details))
+    _compare(run, bare, result, outcome, derived.objections.first(), superiority.without_words(derived.details(plan)))
     result.derived_figure = derived.figure(plan) if outcome == "PASS" else derived.objections.first()
     result.how = "re-derived from every trial's recordings, seeded faults chained"
     if outcome == receipt.outcome == "PASS" and receipt.figure.partition("; earlier FAIL: ")[0] != derived.figure(plan):
