@@ -103,7 +103,7 @@ def derive(plan: Plan, arm: str, trials: Trials) -> Superiority:
     found = Superiority(arm=arm, objections=own, family=family, pairs=_pairs(plan, trials))
     for pair in found.pairs:
         if pair.effect is None or not abs(pair.effect - 1) < plan.share("practical"):
-            what = pair.why or f"{_percent(abs((pair.effect or 0) - 1))} apart"
+            what = pair.why or f"{_percent(abs((pair.effect or Fraction(0)) - 1))} apart"
             own.idle.append((7, f"A/A blocks {pair.blocks[0]} and {pair.blocks[1]}: {pair.metric}: found {what}"))
     for it in family:
         if it.comparison.candidate != arm:
