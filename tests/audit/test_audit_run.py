@@ -397,7 +397,7 @@ def _seal_again(attempt: Path) -> None:
 
 
 TRIAL = '[gates.trial]\nstate = "required"\ntiming = true\n'
-PLANNED = '[gates.fidelity]\nstate = "planned"\n'
+PLANNED = '[gates.fidelity]\nstate = "planned"\ntiming = true\n'
 
 
 def _trial(run: AuditedRun, outcome: Outcome, order: int = 3) -> None:

@@ -333,7 +333,8 @@ file = "generated.jsonl"
 
 _STATES: Final = {
     **dict.fromkeys(DECIDED, 'state = "required"'),
-    **dict.fromkeys(("fidelity", "trial", "superiority"), 'state = "planned"\ntiming = true'),
+    "fidelity": 'state = "planned"\ntiming = true',
+    "trial": 'state = "planned"\ntiming = true',
 }
 
 

@@ -497,32 +497,41 @@ def read_stream(events: Iterable[tuple[int, bytes]], max_tokens: int) -> Stream:
         name, data = _fields(raw.removeprefix(_BOM) if place == 0 else raw)
         if data is None or not data.strip():
             continue
-        named = name == b"error"
-        if data.strip() == b"[DONE]" and not named:
+        failed = name == b"error"
+        if data.strip() == b"[DONE]" and not failed:
             done = True
             continue
         document = _object(data)
         if document is None:
-            said = ("error-object", "an error in") if named else ("malformed", "data of")
-            objections.setdefault(said[0], f"{said[1]} event {place}: {data[:_SHOWN]!r}")
+            what = "error-object" if failed else "malformed"
+            objections.setdefault(what, f"data of event {place}: {data[:_SHOWN]!r}")
             continue
-        if document.get("error") is not None or named or document.get("object") == "error":
+        if failed or document.get("error") is not None or document.get("object") == "error":
             objections.setdefault("error-object", f"an error in event {place}")
-        # Beside an error: what arrived, arrived.
-        usage = document.get("usage")
+        usage, choices = document.get("usage"), document.get("choices")
         for key in ("completion_tokens", "prompt_tokens"):
-            if isinstance(usage, dict) and _counts(usage.get(key)):
+            if isinstance(usage, dict) and _natural(usage.get(key)):
                 counts[key] = usage[key]
-        ids, reasons, strange = _choices(document.get("choices"))
-        tokens += ids
-        if ids:
-            arrivals.append((at, len(ids)))
-        if strange is not None:
-            objections.setdefault("malformed", f"token_ids of event {place}: {strange}")
-        if "error" in reasons:
-            objections.setdefault("error-object", f"the finish reason 'error' in event {place}")
-        # A server that gave up has not finished.
-        finished = finished or any(reason not in ("", "error", "abort") for reason in reasons)
+        brought = 0
+        for choice in choices if isinstance(choices, list) else ():
+            # One answer was asked for: tokens of another are none of its.
+            if not isinstance(choice, dict) or choice.get("index", 0) != 0:
+                continue
+            ids, delta = choice.get("token_ids"), choice.get("delta")
+            if ids is None and isinstance(delta, dict):
+                ids = delta.get("token_ids")
+            if isinstance(ids, list) and all(map(_natural, ids)):
+                tokens += ids
+                brought += len(ids)
+            elif ids is not None:
+                objections.setdefault("malformed", f"token_ids of event {place}: {kind(ids)}")
+            reason = choice.get("finish_reason")
+            if reason == "error":
+                objections.setdefault("error-object", f"the finish reason 'error' in event {place}")
+            elif isinstance(reason, str) and reason not in ("", "abort"):
+                finished = True
+        if brought:
+            arrivals.append((at, brought))
     usage_says = counts.get("completion_tokens")
     if not done or not finished:
         parts = [name for name, there in (("finish reason", finished), ("[DONE]", done)) if not there]
@@ -545,32 +554,6 @@ def read_stream(events: Iterable[tuple[int, bytes]], max_tokens: int) -> Stream:
     )
 
 
-def _counts(value: object) -> bool:
-    """Whether a value is a count or a token id: a whole number of 64 bits, not below zero."""
-    return type(value) is int and 0 <= value < _WHOLE
-
-
-def _choices(choices: object) -> tuple[list[int], list[str], str | None]:
-    """The token ids of the one answer that was asked for, its finish reasons, and what else stood for token ids."""
-    tokens: list[int] = []
-    reasons: list[str] = []
-    strange: str | None = None
-    for choice in choices if isinstance(choices, list) else []:
-        # Tokens of another answer are not counted: the usage, which has them, then disagrees.
-        if not isinstance(choice, dict) or choice.get("index", 0) != 0:
-            continue
-        ids, delta = choice.get("token_ids"), choice.get("delta")
-        if ids is None and isinstance(delta, dict):
-            ids = delta.get("token_ids")
-        if isinstance(ids, list) and all(map(_counts, ids)):
-            tokens += ids
-        elif ids is not None:
-            strange = strange or kind(ids)
-        if isinstance(choice.get("finish_reason"), str):
-            reasons.append(choice["finish_reason"])
-    return tokens, reasons, strange
-
-
 def _fields(event: bytes) -> tuple[bytes, bytes | None]:
     """The value of the last ``event`` field, and the ``data`` fields joined by LF; None where there are none."""
     values: list[bytes] = []
@@ -585,13 +568,17 @@ def _fields(event: bytes) -> tuple[bytes, bytes | None]:
     return name, b"\n".join(values) if values else None
 
 
-def _no_json(word: str) -> NoReturn:
+def _natural(value: object) -> bool:
+    return type(value) is int and 0 <= value < _WHOLE
+
+
+def _no_constant(word: str) -> NoReturn:
     raise ValueError(word)
 
 
 def _object(data: bytes) -> dict[str, object] | None:
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_json)
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

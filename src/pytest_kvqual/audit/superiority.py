@@ -5,297 +5,243 @@ The rules have the numbers that the gate has; seeded faults (rule 8) are the rec
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import combinations
-from math import comb
+from math import comb, inf
 
-from pytest_kvqual.audit.files import one_line
-from pytest_kvqual.audit.plans import Comparison, Plan, coverage, rank_of
-from pytest_kvqual.audit.recording import Value
+from pytest_kvqual.audit.plans import Comparison, Plan, coverage
 from pytest_kvqual.audit.trials import WARM_UP, Objections, Trial
 
 Trials = Mapping[tuple[str, int], Trial | None]
-VOID = " is void: "
-"""What stands in the reason of a missing block before the trial's own words, which are those of who judged it."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Compared:
-    """One comparison; every number is exact, and None where a block is ``missing``: (rule, why)."""
+    """One comparison of the family; of one that is incomplete only the effects that there are, and what is missing."""
 
     comparison: Comparison
-    effects: Mapping[int, Fraction]
-    missing: list[tuple[int, str]]
-    rank: int = 0
-    numbers: dict[str, Fraction | None]
+    effects: dict[int, Fraction] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    numbers: dict[str, Fraction | None] = field(
+        default_factory=lambda: dict.fromkeys(("median", "lower", "upper", "coverage", "p", "p_holm"))
+    )
+    order: int | None = None
     towards: bool = False
-    screen: bool = False
-    claim: bool = False
+    screen: bool | None = None
+    claim: bool | None = None
 
     def number(self, name: str) -> Fraction:
-        """A number of a comparison that is whole."""
-        return self.numbers[name] or Fraction(0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """One figure of an A/A pair: the later block over the earlier, or why there is none."""
-
-    blocks: tuple[int, int]
-    cell: str
-    metric: str
-    effect: Fraction | None
-    why: str
+        """A number of a complete comparison."""
+        value = self.numbers[name]
+        return Fraction(1) if value is None else value
 
 
 @dataclass(kw_only=True, slots=True)
 class Superiority:
-    """What follows for one arm: the objections, every comparison of the plan, and the A/A pairs."""
+    """What follows for one arm: the objections, the whole family, and each A/A pair's later over its earlier figure."""
 
     arm: str
     objections: Objections
     family: list[Compared]
-    pairs: list[Pair]
+    null: dict[tuple[tuple[int, int], str, str], Fraction | None]
 
     def details(self, plan: Plan) -> dict[str, object]:
         """What a receipt states."""
         return {
             "arm": self.arm,
             "blocks": list(plan.measured),
-            **{key: plan.rules.get(key) for key in ("alpha", "confidence", "practical")},
-            "family": [_detail(it) for it in self.family],
+            "alpha": plan.rules.get("alpha"),
+            "confidence": plan.rules.get("confidence"),
+            "practical": plan.rules.get("practical"),
+            "family": [_entry(it) for it in self.family],
             "null": [
-                {
-                    "pair": list(it.blocks),
-                    "cell": it.cell,
-                    "metric": it.metric,
-                    "effect": _exact(it.effect),
-                    "float": _near(it.effect),
-                }
-                for it in self.pairs
+                {"pair": list(pair), "cell": cell, "metric": metric, "effect": _text(value), "float": _float(value)}
+                for (pair, cell, metric), value in self.null.items()
             ],
         }
 
     def figure(self, plan: Plan) -> str:
-        """The line of a receipt that passes: that of the comparison that passes by least."""
-        whole = [it for it in self.family if it.comparison.candidate == self.arm and not it.missing]
-        if not whole:
+        """The line of a receipt that passes: that of the arm's comparison that passes by least."""
+        own = [it for it in self.family if it.comparison.candidate == self.arm and it.order is not None]
+        if not own:
             return "no comparison"
-        least = whole[0]
-        for it in whole[1:]:
-            if _margin(it) > _margin(least):
-                least = it
-        line = _line(plan, least, self.pairs)
-        return f"{line} (the least of {len(whole)})" if len(whole) > 1 else line
+
+        def margin(it: Compared) -> tuple[Fraction, Fraction]:
+            apart = it.number("median") - 1
+            return it.number("p_holm"), apart if it.comparison.lower else -apart
+
+        line = _line(plan, max(own, key=margin), self.null)
+        return f"{line} (the least of {len(own)})" if len(own) > 1 else line
 
 
 def derive(plan: Plan, arm: str, trials: Trials) -> Superiority:
-    """The comparisons of one arm from every trial of the plan."""
+    """The comparisons of the family from every trial of the plan, and what follows for one arm."""
     own = Objections()
+    if not any(it.candidate == arm for it in plan.comparisons):
+        own.gap(1, f"'{arm}' is the candidate of no comparison of the plan")
     family = [_compared(plan, it, trials) for it in plan.comparisons]
-    for it, adjusted in zip(
-        family, holm([Fraction(1) if it.missing else it.number("p") for it in family]), strict=True
-    ):
-        it.numbers["p_holm"] = None if it.missing else adjusted
-    found = Superiority(arm=arm, objections=own, family=family, pairs=_pairs(plan, trials))
-    for pair in found.pairs:
-        if pair.effect is None or not abs(pair.effect - 1) < plan.share("practical"):
-            what = pair.why or f"{_percent(abs((pair.effect or Fraction(0)) - 1))} apart"
-            own.idle.append((7, f"A/A blocks {pair.blocks[0]} and {pair.blocks[1]}: {pair.metric}: found {what}"))
+    for it, p_holm in zip(family, holm([it.number("p") for it in family]), strict=True):
+        if it.order is not None:
+            it.numbers["p_holm"] = p_holm
+    null = _null(own, plan, trials)
     for it in family:
         if it.comparison.candidate != arm:
             continue
-        if it.missing:
-            why = "; ".join(words for _, words in it.missing)
-            own.gap(it.missing[0][0], f"{it.comparison.words()}: cannot pass: {why}")
+        words = it.comparison.words()
+        if it.order is None:
+            own.gap(2, f"{words}: cannot pass: {'; '.join(it.missing)}")
             continue
         if not (it.towards and it.number("p_holm") <= plan.share("alpha")):
-            own.find(5, f"{_line(plan, it, found.pairs)}, expected p <= {plan.rules.get('alpha')} in favour of '{arm}'")
+            own.find(5, _line(plan, it, null))
         if not it.screen:
-            own.find(6, f"{it.comparison.words()}: found a median of {float(it.number('median')):.4f}, expected it at "
-                        f"least {_percent(plan.share('practical'))} better")  # fmt: skip
-    for one, other in _same(plan, trials):
-        own.gap(4, f"blocks {one[1]} of '{one[0]}' and {other[1]} of '{other[0]}': found the same figures")
-    return found
+            own.find(6, f"{words}: screen {_percent(plan.share('practical'))}: not met")
+    whole = [(key, trial) for key, trial in trials.items() if trial is not None and not trial.why and trial.cells]
+    for (first, one), (second, other) in combinations(whole, 2):
+        if _figures(one) == _figures(other):
+            own.gap(4, f"block {first[1]} of '{first[0]}' and block {second[1]} of '{second[0]}': the same figures")
+    return Superiority(arm=arm, objections=own, family=family, null=null)
 
 
-def _figures(plan: Plan, trial: Trial) -> dict[tuple[str, str], Value]:
+def _figures(trial: Trial) -> dict[str, dict[str, object]]:
+    """The figures of a trial's cells: a warm-up of its own makes no second trial of the same recordings."""
     return {
-        (name, key): figure.value
+        name: {key: it.value for key, it in cell.figures.items()}
         for name, cell in trial.cells.items()
-        if name != WARM_UP and name in plan.cells
-        for key, figure in cell.figures.items()
+        if name != WARM_UP
     }
-
-
-def _same(plan: Plan, trials: Trials) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """Trials with the same figures throughout: two of them are one."""
-    valid = [(key, _figures(plan, it)) for key, it in trials.items() if it is not None and not it.why]
-    return [(one, other) for (one, a), (other, b) in combinations(valid, 2) if a and a == b]
 
 
 def _compared(plan: Plan, it: Comparison, trials: Trials) -> Compared:
-    effects: dict[int, Fraction] = {}
-    missing: list[tuple[int, str]] = []
+    found = Compared(comparison=it)
     for block in plan.measured:
-        both = [(arm, trials.get((arm, block))) for arm in (it.candidate, it.control)]
-        lost = [(2, why) for arm, trial in both if (why := _unusable(arm, block, trial))]
-        missing += lost
-        if lost:
-            continue
-        values = [None if trial is None else _figures(plan, trial).get((it.cell, it.metric)) for _, trial in both]
-        bad = _unfit(values, ("candidate", "control"))
-        if bad:
-            missing.append((3, f"block {block}: {bad}"))
-        else:
-            effects[block] = _ratio(values)
-    names = ("median", "lower", "upper", "coverage", "p", "p_holm")
-    found = Compared(comparison=it, effects=effects, missing=missing, numbers=dict.fromkeys(names))
-    count, ranked = len(effects), sorted(effects.values())
-    found.rank = rank_of(count, plan.share("confidence"))
-    if not missing and not found.rank:
-        missing.append((2, "found too few blocks for the interval"))
-    if missing:
-        found.rank = 0
+        values: list[Fraction] = []
+        for arm in (it.candidate, it.control):
+            trial = trials.get((arm, block))
+            if trial is None:
+                found.missing.append(f"block {block} of '{arm}' was not timed")
+            elif trial.why:
+                found.missing.append(f"block {block} of '{arm}' is void: {trial.why}")
+            else:
+                value = _figure_of(trial, it.cell, it.metric)
+                if value is None:
+                    found.missing.append(f"block {block}: found no finite figure above 0 of '{arm}'")
+                else:
+                    values.append(value)
+        if len(values) == 2:
+            found.effects[block] = values[0] / values[1]
+    if found.missing or not found.effects:
         return found
-    better, worse, p = sign_test(ranked, lower=it.lower)
-    low, high, share = ranked[found.rank - 1], ranked[count - found.rank], plan.share("practical")
-    median = (ranked[(count - 1) // 2] + ranked[count // 2]) / 2
-    found.numbers |= {"median": median, "lower": low, "upper": high, "coverage": coverage(count, found.rank), "p": p}
-    found.towards = better > worse
-    found.screen = median <= 1 - share if it.lower else median >= 1 + share
-    found.claim = high <= 1 - share if it.lower else low >= 1 + share
+    ranked, count = sorted(found.effects.values()), len(found.effects)
+    wanted = plan.share("confidence")
+    orders = [k for k in range(1, (count + 1) // 2 + 1) if coverage(count, k) >= wanted]
+    if not orders:
+        found.missing.append(f"no interval of {float(wanted):g} from {count} effects")
+        return found
+    order = max(orders)
+    middle = ranked[(count - 1) // 2 : count // 2 + 1]
+    low, high, median = ranked[order - 1], ranked[count - order], sum(middle, Fraction(0)) / len(middle)
+    below, above, p = sign_test(ranked)
+    practical = plan.share("practical")
+    found.order, found.towards = order, below > above if it.lower else above > below
+    found.screen = median <= 1 - practical if it.lower else median >= 1 + practical
+    found.claim = high <= 1 - practical if it.lower else low >= 1 + practical
+    found.numbers |= {"median": median, "lower": low, "upper": high, "coverage": coverage(count, order), "p": p}
     return found
 
 
-def _unusable(arm: str, block: int, trial: Trial | None) -> str:
-    if trial is None:
-        return f"block {block} of '{arm}' was not timed"
-    return f"block {block} of '{arm}'{VOID}{one_line(trial.why)}" if trial.why else ""
+def _figure_of(trial: Trial, cell: str, metric: str) -> Fraction | None:
+    """A finite figure above zero; None where there is none."""
+    figure = trial.cells[cell].figures.get(metric) if cell in trial.cells else None
+    return figure.value if figure is not None and isinstance(figure.value, Fraction) and figure.value > 0 else None
 
 
-def _unfit(values: Sequence[Value], names: Sequence[str]) -> str:
-    """Of two figures, why the first that is not finite and above zero cannot be compared."""
-    for name, value in zip(names, values, strict=True):
-        if value is None or not 0 < value < math.inf:
-            return f"{name}: found {value}, expected a finite number above 0"
-    return ""
-
-
-def _ratio(values: Sequence[Value]) -> Fraction:
-    one, other = (Fraction(value or 0) for value in values)
-    return one / other
-
-
-def sign_test(effects: Sequence[Fraction], *, lower: bool) -> tuple[int, int, Fraction]:
-    """Effects on the better and on the worse side of 1, and the exact two-sided p.
-
-    Ties stay in n, on the side that speaks least against the hypothesis.
-    """
+def sign_test(effects: Sequence[Fraction]) -> tuple[int, int, Fraction]:
+    """Effects below and above 1, and the exact two-sided p; a tie counts with the side that has fewer."""
     below, above, count = sum(it < 1 for it in effects), sum(it > 1 for it in effects), len(effects)
     fewer = count - max(below, above)
-    both = Fraction(2 * sum(comb(count, k) for k in range(fewer + 1)), 2**count)
-    return (below if lower else above), (above if lower else below), min(both, Fraction(1))
+    tail = Fraction(sum(comb(count, k) for k in range(fewer + 1)), 2**count)
+    return below, above, min(Fraction(1), 2 * tail)
 
 
 def holm(values: Sequence[Fraction]) -> list[Fraction]:
-    """Holm's adjusted p-values: the largest, over those not above it, of p times how many are left."""
-    count = len(values)
-    ranked = sorted(range(count), key=lambda index: values[index])
-    adjusted = [Fraction(1)] * count
-    for place, index in enumerate(ranked):
-        adjusted[index] = min(Fraction(1), max((count - step) * values[ranked[step]] for step in range(place + 1)))
+    """Holm's adjusted p-values: stepping down from the smallest, each times how many are left, never below the last."""
+    adjusted, least = [Fraction(1)] * len(values), Fraction(0)
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda place: values[place])):
+        least = max(least, min(Fraction(1), values[index] * (len(values) - rank)))
+        adjusted[index] = least
     return adjusted
 
 
-def _pairs(plan: Plan, trials: Trials) -> list[Pair]:
-    found = []
-    for blocks in plan.null_pairs:
+def _null(own: Objections, plan: Plan, trials: Trials) -> dict[tuple[tuple[int, int], str, str], Fraction | None]:
+    found: dict[tuple[tuple[int, int], str, str], Fraction | None] = {}
+    if not plan.null_pairs:
+        own.idle.append((7, "found no A/A pair in the plan"))
+    for pair in plan.null_pairs:
         for cell, metric in dict.fromkeys((it.cell, it.metric) for it in plan.comparisons):
-            both = [trials.get((plan.null_arm, block)) for block in blocks]
-            why = next((words for block, trial in zip(blocks, both, strict=True)
-                        if (words := _unusable("", block, trial))), "")  # fmt: skip
-            values = [None if trial is None else _figures(plan, trial).get((cell, metric)) for trial in both]
-            # The later over the earlier.
-            why = why or _unfit(values[::-1], [f"block {block}" for block in blocks[::-1]])
-            effect = None if why else _ratio(values[::-1])
-            found.append(Pair(blocks=blocks, cell=cell, metric=metric, effect=effect, why=why))
+            values = []
+            for block in pair:
+                trial = trials.get((plan.null_arm, block))
+                value = None if trial is None or trial.why else _figure_of(trial, cell, metric)
+                if value is not None:
+                    values.append(value)
+            ratio = found[pair, cell, metric] = values[1] / values[0] if len(values) == 2 else None
+            if ratio is None:
+                own.idle.append((7, f"A/A blocks {pair[0]} and {pair[1]} of '{plan.null_arm}': no {metric} in {cell}"))
+            elif not abs(ratio - 1) < plan.share("practical"):
+                own.idle.append((7, f"A/A blocks {pair[0]} and {pair[1]}: {_percent(abs(ratio - 1))} apart"))
     return found
 
 
-def _margin(it: Compared) -> tuple[Fraction, Fraction]:
-    apart = it.number("median") - 1
-    return it.number("p_holm"), apart if it.comparison.lower else -apart
-
-
-def _float(value: Fraction) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _near(value: Fraction | None) -> float | str | None:
-    if value is None:
-        return None
-    return _float(value) if math.isfinite(_float(value)) else "inf"
-
-
-def _exact(value: Fraction | None) -> str | None:
+def _text(value: Fraction | None) -> str | None:
     return None if value is None else f"{value.numerator}/{value.denominator}"
 
 
+def _float(value: Fraction | None) -> float | str | None:
+    """The nearest float, and in a word where there is none."""
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return str(inf)
+
+
 def _percent(value: Fraction) -> str:
-    return f"{100 * _float(value):.3g} %"
+    return f"{100 * float(value):.3g} %"
 
 
-def _line(plan: Plan, found: Compared, pairs: Sequence[Pair]) -> str:
-    it, alpha = found.comparison, plan.share("alpha")
-    median, low, high = (_float(found.number(name)) for name in ("median", "lower", "upper"))
-    p_holm = found.number("p_holm")
-    noise = [
-        abs(pair.effect - 1)
-        for pair in pairs
-        if pair.effect is not None and (pair.cell, pair.metric) == (it.cell, it.metric)
+def _line(plan: Plan, it: Compared, null: Mapping[tuple[tuple[int, int], str, str], Fraction | None]) -> str:
+    """The gate's own line of a complete comparison."""
+    alpha, p_holm = plan.share("alpha"), it.number("p_holm")
+    apart = [
+        abs(ratio - 1)
+        for (_, cell, metric), ratio in null.items()
+        if ratio is not None and (cell, metric) == (it.comparison.cell, it.comparison.metric)
     ]
     return (
-        f"{it.words()}: median ratio {median:.3f} [{low:.3f}, {high:.3f}] at "
-        f"{100 * float(found.number('coverage')):.1f} %, p = {float(found.number('p')):.4g} (Holm {float(p_holm):.4g} "
-        f"{'<=' if p_holm <= alpha else '>'} {float(alpha):g}); screen {_percent(plan.share('practical'))}: "
-        f"{'met' if found.screen else 'not met'}; claim: {'supported' if found.claim else 'not supported'}; A/A "
-        f"{_percent(max(noise)) if noise else 'none'}"
+        f"{it.comparison.words()}: median ratio {float(it.number('median')):.3f} [{float(it.number('lower')):.3f}, "
+        f"{float(it.number('upper')):.3f}] at {100 * float(it.number('coverage')):.1f} %, p = "
+        f"{float(it.number('p')):.4g} (Holm {float(p_holm):.4g} {'<=' if p_holm <= alpha else '>'} {float(alpha):g}); "
+        f"screen {_percent(plan.share('practical'))}: {'met' if it.screen else 'not met'}; claim: "
+        f"{'supported' if it.claim else 'not supported'}; A/A {_percent(max(apart)) if apart else 'none'}"
     )
 
 
-def _detail(found: Compared) -> dict[str, object]:
-    it, whole = found.comparison, not found.missing
+def _entry(it: Compared) -> dict[str, object]:
     return {
-        "candidate": it.candidate,
-        "control": it.control,
-        "cell": it.cell,
-        "metric": it.metric,
-        "better": "lower" if it.lower else "higher",
-        "effects": {str(block): _exact(value) for block, value in found.effects.items()},
-        **{name: _exact(value) for name, value in found.numbers.items()},
-        "floats": {name: _near(value) for name, value in found.numbers.items()},
-        "order": found.rank if whole else None,
-        "screen": found.screen if whole else None,
-        "claim": found.claim if whole else None,
-        "missing": [words for _, words in found.missing],
+        "candidate": it.comparison.candidate,
+        "control": it.comparison.control,
+        "cell": it.comparison.cell,
+        "metric": it.comparison.metric,
+        "better": "lower" if it.comparison.lower else "higher",
+        "effects": {str(block): _text(value) for block, value in it.effects.items()},
+        **{name: _text(value) for name, value in it.numbers.items()},
+        "floats": {name: _float(value) for name, value in it.numbers.items()},
+        "order": it.order,
+        "screen": it.screen,
+        "claim": it.claim,
+        # Why an effect is missing is said in the gate's own words; how many are, follows.
+        "missing": len(it.missing),
     }
-
-
-def without_words(details: Mapping[str, object]) -> dict[str, object]:
-    """Details with the reason of each void trial cut: which rule it broke first is said in the judge's own words."""
-    family = details.get("family")
-    if not isinstance(family, list):
-        return dict(details)
-    cut = []
-    for entry in family:
-        missing = entry.get("missing") if isinstance(entry, dict) else None
-        short = [str(words).partition(VOID)[0] for words in missing] if isinstance(missing, list) else missing
-        cut.append({**entry, "missing": short} if isinstance(entry, dict) and "missing" in entry else entry)
-    return {**details, "family": cut}
