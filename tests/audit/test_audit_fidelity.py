@@ -16,6 +16,7 @@ from pytest_kvqual.audit import fidelity
 from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import Tree
+from pytest_kvqual.audit.recording import verify
 from pytest_kvqual.audit.rederive import differences
 from pytest_kvqual.audit.trials import Run, recordings
 from pytest_kvqual.capture.fidelity import capture_fidelity
@@ -23,6 +24,9 @@ from pytest_kvqual.faults.recorder import RECORDER_FAULTS
 from pytest_kvqual.judge.gates.fidelity import judge
 from pytest_kvqual.judge.permit import TimingPermit
 from pytest_kvqual.judge.verdict import Verdict
+from pytest_kvqual.metrics.formulas import FORMULAS
+from pytest_kvqual.metrics.recording import read_recording
+from pytest_kvqual.metrics.summary import summarise
 from pytest_kvqual.study.load import load_study
 from pytest_kvqual.study.model import FidelityRules
 
@@ -96,6 +100,23 @@ def test_recordings_of_the_real_recorder_are_verified(captured: Path, tree: Tree
     recordings(run)
     assert [finding.line() for finding in run.report.findings] == []
     assert run.report.seen[17] == sum(name.endswith(".jsonl") for name in attempt.intact)
+
+
+def test_figures_of_the_real_recorder_are_those_of_the_metrics(captured: Path) -> None:
+    """Of each recording every figure, its unit and its number of requests, by other code and without rounding."""
+    compared = 0
+    for path in sorted((captured / "evidence" / BUNDLE / "attempt-1").glob("fidelity-*.jsonl")):
+        if path.name.startswith("fidelity-poison-"):
+            continue
+        data = path.read_bytes()
+        found, measured = verify(data), summarise(read_recording(data, origin=path.name))
+        mine = {name: (figure.value, figure.unit, figure.of) for name, figure in found.figures.items()}
+        theirs = {name: (figure.value, figure.unit, figure.of) for name, figure in measured.figures.items()}
+        assert mine == theirs, path.name
+        assert set(mine) == set(FORMULAS)
+        assert found.failed == dict(measured.failed)
+        compared += any(value[0] is not None for value in mine.values())
+    assert compared >= 5
 
 
 def test_what_is_derived_is_what_the_judge_says(captured: Path, tree: Tree) -> None:

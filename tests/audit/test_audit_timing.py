@@ -97,7 +97,7 @@ def _lost(arm: str, block: int, made: Made) -> None:
 
 
 def test_an_honest_failure_is_consistent(tmp_path: Path) -> None:
-    """With a void trial the comparison cannot pass, and a receipt that says so is no finding."""
+    """A comparison with a void trial cannot pass, and a receipt that says so is no finding."""
     run = write_timed_run(tmp_path, change=_lost)
     assert run.superiority is not None
     assert run.superiority.outcome is Outcome.INCONCLUSIVE
@@ -206,6 +206,20 @@ def _late(lines: list[Line]) -> None:
             line[key] += MS // 12
 
 
+def _other_prompt_tokens(lines: list[Line]) -> None:
+    """The server counted another number of prompt tokens of two requests, and their sum is the same."""
+    for line, count in ((lines[1], b'"prompt_tokens": 6'), (lines[2], b'"prompt_tokens": 8')):
+        for event in line["events"]:
+            data = base64.b64decode(event[1]).replace(b'"prompt_tokens": 7', count)
+            event[1] = base64.b64encode(data).decode()
+
+
+def _error_at_the_end(lines: list[Line]) -> None:
+    """An error after every token of a request that was counted as completed."""
+    error = base64.b64encode(b'data: {"error":{"message":"out of memory"}}\n\n').decode()
+    lines[1]["events"].append([lines[1]["events"][-1][0], error])
+
+
 CELLS: dict[str, tuple[int, Callable[[list[Line]], None]]] = {
     "an event before sending": (17, _shifted),
     "[DONE] removed": (17, _unsuccessful),
@@ -213,6 +227,8 @@ CELLS: dict[str, tuple[int, Callable[[list[Line]], None]]] = {
     "first tokens earlier": (19, _early),
     "another answer": (19, _other_answer),
     "dispatched later": (19, _late),
+    "prompts of another length": (19, _other_prompt_tokens),
+    "an error after the last token": (19, _error_at_the_end),
 }
 
 
@@ -226,8 +242,58 @@ def test_a_damaged_recording_is_found(name: str, timed: TimedRun, tmp_path: Path
     assert check in {finding.check for finding in campaign.audited().report.findings}
 
 
+PILOT = f"pilot-{STEM}"
+
+
+def _pilot(campaign: Campaign, block: int = 3) -> None:
+    """A pilot beside the campaign: a trial's files in an attempt of its prefix, each marked exploratory."""
+    place = campaign.folder / "evidence" / PILOT / "attempt-1"
+    shutil.copytree(campaign.place(block), place)
+    campaign.document(place / "attempt.json", lambda attempt: attempt.update(prefix="pilot-", number=1))
+    campaign.document(place / "trial.json", lambda trial: trial.update(exploratory=True, block=None))
+    campaign.seal()
+
+
+def test_a_pilot_beside_a_campaign_is_no_finding_and_counts_for_nothing(timed: TimedRun, tmp_path: Path) -> None:
+    """Exploratory records of another prefix are named in a note; every verdict is what it was."""
+    campaign = Campaign(timed, tmp_path / "run")
+    _pilot(campaign)
+    result = campaign.audited()
+    assert [finding.line() for finding in result.report.findings] == []
+    assert any(PILOT in note for note in result.report.notes)
+    assert result.passed
+
+
+def test_a_receipt_that_rests_on_a_pilot_is_found(timed: TimedRun, tmp_path: Path) -> None:
+    """Its evidence is of another prefix: no attempt of the campaign has it."""
+    campaign = Campaign(timed, tmp_path / "run")
+    _pilot(campaign)
+    mine = f"{campaign.place().parent.name}/{campaign.place().name}/"
+
+    def rests(predicate: Any) -> None:
+        named = [entry for entry in predicate["evidence"] if entry["name"].startswith(mine)]
+        assert named
+        for entry in named:
+            entry["name"] = entry["name"].replace(mine, f"{PILOT}/attempt-1/")
+
+    campaign.statement("03-trial-3.json", rests)
+    campaign.seal()
+    found = campaign.audited().report
+    assert any(PILOT in finding.text for finding in found.of(7))
+    assert found.of(19)
+
+
+def test_a_recording_of_a_pilot_in_a_trial_is_found(timed: TimedRun, tmp_path: Path) -> None:
+    """An exploratory recording in the attempt of a trial: rule 1."""
+    campaign = Campaign(timed, tmp_path / "run")
+    campaign.cell(lambda lines: lines[0].update(exploratory=True))
+    campaign.seal()
+    texts = [finding.text for finding in campaign.audited().report.of(19)]
+    assert any("rule 1: open: exploratory" in text for text in texts), texts
+
+
 def _figure(predicate: Any) -> None:
-    predicate["verdict"]["figure"] = predicate["verdict"]["figure"].replace("median ratio 0.", "median ratio 0.4")
+    predicate["verdict"]["figure"] = predicate["verdict"]["figure"].replace("median ratio 0.", "median ratio 1.")
 
 
 def _detail(*path: Any, value: object) -> Callable[[Any], None]:
@@ -249,7 +315,7 @@ SUPERIORITY: dict[str, Callable[[Any], None]] = {
     "the coverage": _detail("family", 0, "coverage", value="1"),
     "the claim": _detail("family", 0, "claim", value=False),
     "the screen": _detail("family", 0, "screen", value=False),
-    "the A/A effect": _detail("null", 0, "effect", value="1/1"),
+    "the A/A difference": _detail("null", 0, "effect", value="1/1"),
     "alpha": _detail("alpha", value=0.1),
     "the blocks": _detail("blocks", value=[1, 2, 3]),
     "the figure": _figure,
@@ -281,7 +347,7 @@ def test_a_trial_of_another_arm_counts(timed: TimedRun, tmp_path: Path) -> None:
     campaign.trial(_tap, block=2, arm="native")
     campaign.seal()
     texts = [finding.text for finding in campaign.audited().report.of(19)]
-    assert any("block 2 of 'native' is void" in text for text in texts)
+    assert any("block 2 of 'native' is void: rule 2: " in text for text in texts)
 
 
 def test_a_trial_that_is_gone_is_found(timed: TimedRun, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from recordings import (
     without_answer,
 )
 
-from pytest_kvqual.audit.recording import CHECKS, UnreadableError, main, split, verify
+from pytest_kvqual.audit.recording import CHECKS, UnreadableError, main, read_stream, split, verify
 
 OPEN, CLOSED, TRACED = "open", "closed", "traced"
 UNREADABLE = 0
@@ -431,6 +431,7 @@ BYTES: dict[str, tuple[int, Callable[[bytes], bytes]]] = {
     "a lone surrogate": (UNREADABLE, replace(b"asyncio", b"\\ud800")),
     "a key twice": (UNREADABLE, replace(b'"schema":1', b'"schema":1,"schema":1')),
     "an unknown key": (UNREADABLE, replace(b'"schema":1', b'"schema":1,"skipped":true')),
+    "no key about": (UNREADABLE, replace(b'"about":{},', b"")),
     "a missing key": (UNREADABLE, replace(b'"schema":1,', b"")),
     "another schema": (UNREADABLE, replace(b'"schema":1', b'"schema":2')),
     "NaN": (UNREADABLE, replace(b'"max_tokens":4', b'"max_tokens":NaN')),
@@ -581,6 +582,47 @@ def test_a_good_recording_is_verified(name: str) -> None:
     assert [finding.line() for finding in verify(to_bytes(lines)).findings] == []
     lines, trace = traced(lines)
     assert [finding.line() for finding in verify(to_bytes(lines), trace=trace).findings] == []
+
+
+STREAMS: dict[str, tuple[str | None, list[bytes]]] = {
+    "an error beside the tokens": (
+        "error-object", [FULL[0].replace(b'{"choices"', b'{"error":{},"choices"'), *FULL[1:]],
+    ),
+    "an error of null": (None, [FULL[0].replace(b'{"choices"', b'{"error":null,"choices"'), *FULL[1:]]),
+    "an object that is an error": ("error-object", [*FULL[:-1], b'data: {"object":"error"}\n\n', DONE]),
+    "an event named error": ("error-object", [*FULL[:-1], b"event: error\ndata: {}\n\n", DONE]),
+    "an event named error without JSON": ("error-object", [*FULL[:-1], b"event: error\ndata: gone\n\n", DONE]),
+    "[DONE] in an event named error": ("error-object", [*FULL[:-1], b"event: error\ndata: [DONE]\n\n"]),
+    "another event's name": (None, [b"event: message\n" + FULL[0], *FULL[1:]]),
+    "a finish reason of error": ("error-object", [*FULL[:-1], chunk([], finish="error"), DONE]),
+    "a finish reason of abort alone": (
+        "incomplete", [chunk([1], finish="abort"), usage(1), DONE],
+    ),
+    "an empty finish reason alone": ("incomplete", [chunk([1], finish=""), usage(1), DONE]),
+    "NaN": ("malformed", [b'data: {"logprob":NaN}\n\n', *FULL]),
+    "not UTF-8": ("malformed", [b"data: \xff{}\n\n", *FULL]),
+    "a BOM in a later event": ("malformed", [FULL[0], b"data: \xef\xbb\xbf{}\n\n", *FULL[1:]]),
+    "a token id of true": ("malformed", [b'data: {"choices":[{"index":0,"token_ids":[true]}]}\n\n', *FULL]),
+    "a token id below zero": ("malformed", [b'data: {"choices":[{"index":0,"token_ids":[-1]}]}\n\n', *FULL]),
+    "tokens of a second answer": (None, [b'data: {"choices":[{"index":1,"token_ids":[9]}]}\n\n', *FULL]),
+    "token ids of a chat": (
+        None,
+        [b'data: {"choices":[{"index":0,"delta":{"token_ids":[9]},"finish_reason":"stop"}]}\n\n', usage(1), DONE],
+    ),
+    "no usage": ("count", [chunk([1], finish="stop"), DONE]),
+    "a usage of true": (
+        "count", [chunk([1], finish="stop"), b'data: {"usage":{"completion_tokens":true}}\n\n', DONE],
+    ),
+    "[DONE] without a token": ("no-tokens", [DONE]),
+    "nothing": ("incomplete", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_a_stream_comes_to(name: str) -> None:
+    """The kind of failure, or none, that the bytes of a stream have."""
+    expected, events = STREAMS[name]
+    assert read_stream([(place * MS, raw) for place, raw in enumerate(events)], 4).failure == expected
 
 
 # -- figures and command ---------------------------------------------------------------------------------------------

@@ -42,7 +42,11 @@ class Comparison:
 
 @dataclass(kw_only=True, slots=True)
 class Plan:
-    """A frozen plan. ``blocks`` maps a block's number to its order, ``canaries`` a canary's id to its parity item."""
+    """A frozen plan.
+
+    ``blocks`` maps a block's number to its order, ``canaries`` a canary's id to its parity item, ``prompts`` each item
+    of the timing panel to the number of its prompt's tokens.
+    """
 
     rules: Mapping[str, object]
     sha256: str
@@ -55,6 +59,7 @@ class Plan:
     cells: dict[str, Mapping[str, object]]
     traces: dict[str, bytes] = field(default_factory=dict)
     canaries: dict[str, str] = field(default_factory=dict)
+    prompts: dict[str, int] = field(default_factory=dict)
 
     def share(self, key: str) -> Fraction:
         """A number of the rules, as the decimal that it prints as.
@@ -100,7 +105,7 @@ def read(tree: Tree, frozen: Frozen, length: int, report: Report) -> Plan | None
         _balanced(plan, where, report)
         _reachable(plan, outer, where, report)
         _traces(tree, frozen, plan, where, report)
-        _panel(tree, frozen, plan)
+        _panel(tree, frozen, plan, outer.get("panel_sha256"), where, report)
         return plan
     return None
 
@@ -254,10 +259,14 @@ def _traces(tree: Tree, frozen: Frozen, plan: Plan, where: str, report: Report) 
                 report.note(f"{where}: the prompt {prompt} is in the traces of {sent[prompt]} and {name}")
 
 
-def _panel(tree: Tree, frozen: Frozen, plan: Plan) -> None:
-    document = table(parse(_file(tree, frozen, text(plan.rules, "panel", "timing"))), "panel")
+def _panel(tree: Tree, frozen: Frozen, plan: Plan, stated: object, where: str, report: Report) -> None:
+    data = _file(tree, frozen, text(plan.rules, "panel", "timing"))
+    if stated != sha256(data):
+        report.find(18, where, f"panel_sha256: found {shown(stated)}, expected {sha256(data)}, the timing panel's")
+    document = table(parse(data), "panel")
     for value in items(document, "items", "panel"):
         item = table(value, "item")
+        plan.prompts[text(item, "id", "item")] = len(items(item, "prompt", "item"))
         if item.get("grade") == "canary":
             plan.canaries[text(item, "id", "item")] = text(item, "expected", "item")
 

@@ -81,7 +81,7 @@ _SHOWN: Final = 40
 
 _HEADER: Final = (
     "schema", "kind", "cell", "mode", "concurrency", "requests", "trace_sha256", "judgment", "exploratory",
-    "zero_monotonic_ns", "zero_wall", "timeout_ns", "loop", "timer",
+    "zero_monotonic_ns", "zero_wall", "timeout_ns", "loop", "timer", "about",
 )  # fmt: skip
 _REQUEST: Final = (
     "kind", "request", "prompt", "max_tokens", "intended_ns", "dispatch_ns", "admission_ns", "connected_ns",
@@ -279,12 +279,12 @@ def _fail(where: str, key: str, value: object, expected: str) -> NoReturn:
     raise UnreadableError(one_line(f"{where}: {key}: found {shown(value)}, expected {expected}"))
 
 
-def _keys(document: Mapping[str, object], where: str, needed: Sequence[str], more: Sequence[str] = ()) -> None:
+def _keys(document: Mapping[str, object], where: str, needed: Sequence[str]) -> None:
     for key in needed:
         if key not in document:
             raise UnreadableError(f"{where}: found no key {key!r}, expected one")
     for key in document:
-        if key not in needed and key not in more:
+        if key not in needed:
             raise UnreadableError(one_line(f"{where}: found the unknown key {key!r}, expected {', '.join(needed)}"))
 
 
@@ -309,7 +309,7 @@ def _string(document: Mapping[str, object], key: str, where: str) -> str:
 def _header(document: dict[str, object], where: str, result: Verified) -> dict[str, object]:
     if document.get("kind") != "recording":
         _fail(where, "kind", document.get("kind"), "'recording'")
-    _keys(document, where, _HEADER, ("about",))
+    _keys(document, where, _HEADER)
     if document["schema"] != 1 or type(document["schema"]) is not int:
         _fail(where, "schema", document["schema"], "1")
     for key in ("cell", "mode", "zero_wall", "loop", "timer"):
@@ -319,7 +319,7 @@ def _header(document: dict[str, object], where: str, result: Verified) -> dict[s
     _moment(document, "concurrency", where)
     if type(document["exploratory"]) is not bool:
         _fail(where, "exploratory", document["exploratory"], "true or false")
-    if not isinstance(document.get("about", {}), dict):
+    if not isinstance(document["about"], dict):
         _fail(where, "about", document["about"], "a table")
 
     def expect(holds: bool, key: str, expected: str) -> None:

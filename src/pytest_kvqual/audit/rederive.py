@@ -20,6 +20,7 @@ from pytest_kvqual.audit.workers import AFTER
 QUALITY: Final = ("nll", *SCORED)
 """The gates that compare an arm's answers with every control's."""
 REDERIVED: Final = ("parity", *QUALITY)
+SUPERIORITY: Final = "superiority"
 IDENTITY_POISON: Final = "identity-poison.json"
 GSM8K_PANEL: Final = "gsm8k-panel.json"
 #: Read of every attempt that a receipt names, where it is sealed, beside what the receipts name.
@@ -88,7 +89,10 @@ def wanted(newest: Mapping[str, Receipt]) -> dict[str, set[str]]:
         for name in receipt.evidence:
             match = _NAME.fullmatch(name)
             if match is not None:
-                found.setdefault(f"{match[1]}/attempt-{match[2]}", set(ALWAYS)).add(match[3])
+                files = found.setdefault(f"{match[1]}/attempt-{match[2]}", set(ALWAYS))
+                # Every recording of a campaign at once is more than memory should hold: they are read one by one.
+                if receipt.gate != SUPERIORITY or not match[3].endswith(".jsonl"):
+                    files.add(match[3])
     return found
 
 

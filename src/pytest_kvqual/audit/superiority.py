@@ -12,7 +12,7 @@ from itertools import combinations
 from math import comb, inf
 
 from pytest_kvqual.audit.plans import Comparison, Plan, coverage
-from pytest_kvqual.audit.trials import Objections, Trial
+from pytest_kvqual.audit.trials import WARM_UP, Objections, Trial
 
 Trials = Mapping[tuple[str, int], Trial | None]
 
@@ -105,7 +105,12 @@ def derive(plan: Plan, arm: str, trials: Trials) -> Superiority:
 
 
 def _figures(trial: Trial) -> dict[str, dict[str, object]]:
-    return {name: {key: it.value for key, it in cell.figures.items()} for name, cell in trial.cells.items()}
+    """The figures of a trial's cells: a warm-up of its own makes no second trial of the same recordings."""
+    return {
+        name: {key: it.value for key, it in cell.figures.items()}
+        for name, cell in trial.cells.items()
+        if name != WARM_UP
+    }
 
 
 def _compared(plan: Plan, it: Comparison, trials: Trials) -> Compared:

@@ -47,9 +47,12 @@ def check(run: Run, receipts: Sequence[Receipt], gates: Sequence[GateResult]) ->
     for receipt in receipts:
         if receipt.gate in ("fidelity", "trial"):
             _judgments(run, receipt)
-    if timed[0].state != "required":
-        # No trial can stand on a gate that is not there yet.
-        open_gates.append(first)
+    # Figures are measured by the first timing gate that is not the recorder's own: what it rests on must stand too.
+    measured = next((plan.name for plan in timed if plan.name != "fidelity"), first)
+    for name in required_before(frozen.gates, measured):
+        receipt = newest.get(name)
+        if name not in above and (receipt is None or receipt.outcome != "PASS"):
+            open_gates.append(name)
     if open_gates:
         planned = {plan.name for plan in frozen.gates if plan.state != "required"}
         named = ", ".join(f"{name} ({'planned' if name in planned else 'does not stand'})" for name in open_gates)

@@ -359,6 +359,9 @@ def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: 
             for finding in one.findings:
                 if finding.check in (4, 5, 11):
                     own.find(3, f"{name}: {finding.line()}")
+            for request in one.requests:
+                if request.failure is None and request.stream.failure is not None:
+                    own.find(3, f"{name}, {request.name}: found completed, expected {request.stream.failure}")
             prompts = [request.prompt for request in one.requests]
             if name != WARM_UP:
                 sent |= set(prompts)
@@ -471,8 +474,13 @@ def _counted(own: Objections, plan: Plan, trial: Mapping[str, object], found: Tr
         one = found.cells[name]
         with own.reading(7):
             lost = sum(one.failed.values())
-            if not lost and _moved(trial, name, "success") != len(one.requests):
-                own.find(7, f"{name}: found another number of requests ended on the server than completed")
+            completed, ended = len(one.requests) - lost, _moved(trial, name, "success")
+            if ended < completed or (not lost and ended != completed):
+                own.find(7, f"{name}: found {ended} requests ended on the server, expected {completed} as completed")
+            for request in one.requests:
+                counted, asked = request.stream.prompt_tokens, plan.prompts.get(request.prompt)
+                if request.failure is None and counted != asked:
+                    own.find(7, f"{name}, {request.name}: found {counted} prompt tokens, expected {asked} of the panel")
             wanted = {
                 "prompt_tokens": sum(it.stream.prompt_tokens or 0 for it in one.requests),
                 "generation_tokens": sum(len(it.stream.tokens) for it in one.requests),
