@@ -218,7 +218,7 @@ def test_a_trial_that_failed_is_not_repeated(make: Make, monkeypatch: pytest.Mon
     found = timing._result("candidate", 1)
     assert found is not None
     assert not found.valid
-    assert found.why == "candidate-16-65536/attempt-1 is failed: CaptureError: the server ended"
+    assert found.why == "candidate-16-65536/attempt-1 is failed: the server ended"
 
 
 def test_a_refused_permit_claims_nothing(make: Make, measured: list[int]) -> None:
