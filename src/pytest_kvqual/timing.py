@@ -106,7 +106,11 @@ class Timing:
         """
         from pytest_kvqual.study.plan import trials
 
-        plan, block, arm = self.plan(), self._block, self._campaign.selection.arm.name
+        block, arm = self._block, self._campaign.selection.arm.name
+        if block is None and not self._campaign.study.timing:
+            # Fidelity alone is required: there is nothing to plan yet.
+            return
+        plan = self.plan()
         if block is None:
             return
         of_arm = [number for name, number in trials(plan) if name == arm]
@@ -333,7 +337,10 @@ class Timing:
 
         campaign, rules = self._campaign, self.rules()
         scope = campaign.scope_of(campaign.study.arms[arm])
-        readers = self._readers(scope, block)
+        try:
+            readers = self._readers(scope, block)
+        except KvqualError as error:
+            return Trial(valid=False, why=error.line(), figures={})
         if not readers:
             return None
         if len(readers) > 1:
@@ -355,7 +362,11 @@ class Timing:
         return Trial(valid=valid, why="" if valid else verdict.figure, figures=figures)
 
     def _readers(self, scope: Scope, block: int) -> list[Reader]:
-        """Every attempt at a block in this scope, by its mark and by what lies in the evidence."""
+        """Every attempt at a block in this scope, by its mark and by what lies in the evidence.
+
+        Raises:
+            EvidenceError: The mark or an attempt cannot be read, or the attempt that the mark names is not there.
+        """
         from pytest_kvqual._decode import parse_json
         from pytest_kvqual.evidence.layout import attempts
         from pytest_kvqual.evidence.reader import Reader
@@ -377,6 +388,9 @@ class Timing:
                 continue
             if named == claimed or (reader.has(TRIAL) and reader.document(TRIAL).get("block") == block):
                 found.append(reader)
+        if marker.exists() and claimed not in [reader.name for reader in found]:
+            # Something was timed, and is gone: not the same as a trial that nobody made.
+            raise EvidenceError(f"{marker}: found no attempt '{claimed}' in this scope, which it names, expected it")
         return found
 
     # -- the pilot ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A campaign without an engine: what ``pytest_kvqual_campaign`` may return. Copied into the conftest of each test run.
 
 ``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash``, ``unwritable``,
-``interrupt``, ``standing``, or ``standing, interrupt``.
+``interrupt``, ``standing``, or ``standing, interrupt``; ``pilot`` to ``refused``. ``superiority`` is required where it
+is named there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, StudyError
+from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, RefusedError, StudyError
 from pytest_kvqual.hooks import Decision, Options, Progress
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
@@ -24,6 +25,7 @@ GATES: tuple[tuple[str, Literal["required", "planned"], bool], ...] = (
     ("trial", "required", True),
     ("superiority", "planned", True),
 )
+"""Name, state, and whether it times."""
 FOLDER = Path(__file__).parent
 
 
@@ -57,7 +59,12 @@ def study() -> Study:
         lengths={},
         schedule="waves",
         determinism="order-invariant",
-        gates=tuple(GatePlan(name=name, state=state, timing=timing) for name, state, timing in GATES),
+        gates=tuple(
+            GatePlan(
+                name=name, state="required" if name == "superiority" and name in wanted() else state, timing=timing
+            )
+            for name, state, timing in GATES
+        ),
         oracle=OracleRules(
             passes=("model",),
             conditions=("mixed",),
@@ -144,6 +151,11 @@ class FakeCampaign:
             )
             return self._receipt(verdict, standing=True)
         return self._receipt(Verdict(gate=gate, outcome=Outcome.REFUSED, figure=reason))
+
+    def pilot(self, cell: str | None) -> Sequence[str]:
+        if wanted().get("pilot") == "refused":
+            raise RefusedError("pilot: found no receipt of parity, expected it", advice="run the gates above it")
+        return [f"exploratory: {self.arm}, cell {cell or 'first'}"]
 
     def summary(self) -> Sequence[str]:
         return ["engine busy 75 %, idle 25 %"]

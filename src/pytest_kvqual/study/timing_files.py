@@ -18,7 +18,7 @@ from pytest_kvqual._canonical import sha256_bytes
 from pytest_kvqual._decode import nearest
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.study import plan as plans
-from pytest_kvqual.study.load import load_study
+from pytest_kvqual.study.load import STUDY_FILE, load_study
 from pytest_kvqual.study.panels import load_panel
 from pytest_kvqual.study.trace import Trace, build, parse_trace
 
@@ -96,6 +96,7 @@ def check_timing_files(study: Study) -> None:
     Raises:
         StudyError: One is missing or another one, or the declaration is refused.
     """
+    _check_places(study)
     for length in study.timing:
         _settle(_plan(study, length)[1], "kvqual plan", check=True)
 
@@ -131,7 +132,25 @@ def _timed(name_or_path: str) -> Study:
         raise StudyError(
             f"study {study.name}: found no timing plan, expected one", advice="declare [timing.LENGTH] in study.toml"
         )
+    _check_places(study)
     return study
+
+
+def _check_places(study: Study) -> None:
+    """Refuse a trace or plan that would be written over another one, or over a file that the study is made of."""
+    taken = {study.directory / name for name in (STUDY_FILE, "lock.json")} | {study.parity.panel}
+    taken |= {path for length in study.lengths.values() for path in length.panels.values()}
+    taken |= {arm.scales for arm in study.arms.values() if arm.scales is not None}
+    taken |= {study.gsm8k_source.shots} if study.gsm8k_source is not None else set()
+    taken |= {rules.panel for rules in study.timing.values()}
+    for length, rules in study.timing.items():
+        for path in (rules.plan, *(cell.trace for cell in rules.cells)):
+            if path in taken:
+                raise StudyError(
+                    f"timing.{length}: found {path} for a trace or plan, expected a file of its own: another file of "
+                    "the study is there"
+                )
+            taken.add(path)
 
 
 def _traces(study: Study, length: int, given: Mapping[str, tuple[int, ...]] | None) -> list[_File]:

@@ -299,6 +299,35 @@ def test_synthetic_trials_pass_and_each_fault_keeps_them_from_it(plan: Plan) -> 
         assert any(f"rule {fault.rule}:" in line for line in damaged.findings), name
 
 
+@pytest.mark.parametrize("blocks", [6, 12, 18, 30, 60])
+@pytest.mark.parametrize("practical", [0.00001, 0.05, 0.5, 0.9])
+def test_no_plan_is_beyond_passing(blocks: int, practical: float) -> None:
+    """Whatever its blocks and its practical effect, a plan can be passed: each fault is caught in it."""
+    plan = timed_plan.plan(blocks=blocks, practical=practical)
+    whole = dict(measured(plan, Fraction(1, 20)))
+    first, second = (whole["native", block] for block in plan.null_pairs[0])
+    near = 1 + Fraction(repr(practical)) / 2
+    whole["native", plan.null_pairs[0][1]] = replace(
+        second, figures={key: Fraction(value or 0) * near for key, value in first.figures.items()}
+    )
+    found = verdict(whole, plan=plan)
+    assert found.outcome is Outcome.PASS, found.findings
+
+
+def test_a_candidate_may_be_the_control_of_another() -> None:
+    """In a chain of comparisons each arm is judged by its own, and both can pass."""
+    plan = timed_plan.plan(
+        blocks=12,
+        comparisons=(comparison(candidate="reference"), comparison(control="reference")),
+    )
+    trials = measured(plan, Fraction(7, 10))
+    for block in plan.measured:
+        figures = {key: Fraction(value or 0) * NINE_TENTHS for key, value in trials["reference", block].figures.items()}
+        trials["reference", block] = replace(trials["reference", block], figures=figures)
+    for arm in ("reference", "candidate"):
+        assert verdict(trials, plan=plan, arm=arm).outcome is Outcome.PASS
+
+
 def test_a_blind_judge_misses_its_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that changes nothing is not caught, and the gate then does not pass."""
     from pytest_kvqual.faults import blocks

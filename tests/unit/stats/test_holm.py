@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import combinations, product
 
 import pytest
 
@@ -22,3 +24,19 @@ def test_what_is_no_p_value_is_refused(values: list[Fraction]) -> None:
     """An empty family, a float, and values beyond 0 to 1 are refused."""
     with pytest.raises(ValueError, match="p_values"):
         holm(values)
+
+
+def closed(values: Sequence[Fraction]) -> list[Fraction]:
+    """The adjusted values of the closed test with Bonferroni's test of each intersection, enumerated."""
+    indices = range(len(values))
+    subsets = [subset for size in range(1, len(values) + 1) for subset in combinations(indices, size)]
+    tested = {subset: min(Fraction(1), len(subset) * min(values[each] for each in subset)) for subset in subsets}
+    return [max(p for subset, p in tested.items() if index in subset) for index in indices]
+
+
+@pytest.mark.parametrize("family", [1, 2, 3, 4])
+def test_adjusted_values_are_those_of_the_closed_test(family: int) -> None:
+    """Holm's procedure is a shortcut of the closed test; here every subset of the family is tested, on a grid."""
+    grid = [Fraction(each) for each in ("0", "1/64", "1/40", "1/20", "3/10", "1")]
+    for values in product(grid, repeat=family):
+        assert list(holm(values)) == closed(values)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from timed_study import timed_study
 
 from pytest_kvqual import cli
 from pytest_kvqual._canonical import sha256_file
@@ -187,3 +188,45 @@ def test_arrivals_of_a_cell_are_given_once(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "t").write_text("0\n" * 10)
     with pytest.raises(StudyError, match="--arrivals: found 'open' twice"):
         trace_command(str(copy), check=False, arrivals=[f"open={tmp_path / 't'}"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('plan = "plans/16.json"', 'plan = "study.toml"'),
+        ('plan = "plans/16.json"', 'plan = "traces/16-open.jsonl"'),
+        ('plan = "plans/16.json"', 'plan = "panels/timing-16.json"'),
+        ('trace = "traces/16-open.jsonl"', 'trace = "lock.json"'),
+        ('trace = "traces/16-closed.jsonl"', 'trace = "panels/parity.json"'),
+        ('trace = "traces/16-closed.jsonl"', 'trace = "scales/candidate-v.json"'),
+    ],
+)
+def test_no_file_of_the_study_is_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    """A trace or plan that is named like another file of the study is refused, and no file changes."""
+    tiny = timed_study(tmp_path / "studies" / "tiny")
+    tiny.replace(old, new)
+    before = {path: path.read_bytes() for path in tiny.folder.rglob("*") if path.is_file()}
+    for command in ("trace", "plan", "freeze"):
+        status, out, err = run(command, str(tiny.folder), capsys=capsys)
+        assert (status, out) == (2, [])
+        assert "expected a file of its own" in err
+    assert {path: path.read_bytes() for path in tiny.folder.rglob("*") if path.is_file()} == before
+
+
+def test_trials_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``plan --trials`` prints ARM BLOCK in the plan's order; another length is refused, and so is a missing plan."""
+    folder = str(timed_study(tmp_path / "studies" / "tiny").folder)
+    assert run("trace", folder, capsys=capsys)[0] == 0
+    assert "run `kvqual plan`" in run("plan", folder, "--trials", "16", capsys=capsys)[2]
+    assert run("plan", folder, capsys=capsys)[0] == 0
+    status, lines, _ = run("plan", folder, "--trials", "16", capsys=capsys)
+    assert status == 0
+    assert lines[:3] == ["native 1", "reference 1", "candidate 1"]
+    assert lines[-2:] == ["native 7", "native 8"]
+    assert len(set(lines)) == len(lines) == 20
+    for length in ("32", "016", "x"):
+        status, lines, err = run("plan", folder, "--trials", length, capsys=capsys)
+        assert (status, lines) == (2, [])
+        assert f"--trials: found '{length}', expected a length with a timing plan: 16" in err

@@ -1,0 +1,83 @@
+"""The tiny study with a timing plan at length 16: its panel, two cells, one comparison. No trace or plan is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from tiny_study import TOKENIZER, TinyStudy
+
+PLANNED: Final = '[gates.trial]\nstate = "planned"'
+RULES: Final = """\
+[timing.16]
+panel = "panels/timing-16.json"
+plan = "plans/16.json"
+arms = ["native", "reference", "candidate"]
+blocks = 6
+null_arm = "native"
+null_pairs = 1
+warm_up = 2
+settle_s = 0.5
+alpha = 0.05
+confidence = 0.95
+practical = 0.05
+lateness_fraction = 0.1
+server_ttft_ms = 5.0
+failed_share = 0.0
+cold = true
+
+[[timing.16.cells]]
+name = "open"
+mode = "open"
+arrivals = "constant"
+rate = 20.0
+requests = 5
+canaries = 1
+max_tokens = 3
+trace = "traces/16-open.jsonl"
+
+[[timing.16.cells]]
+name = "closed"
+mode = "closed"
+concurrency = 2
+requests = 4
+canaries = 0
+max_tokens = 3
+trace = "traces/16-closed.jsonl"
+
+[[timing.16.comparisons]]
+candidate = "candidate"
+control = "native"
+cell = "open"
+metric = "ttft_intended_p50"
+better = "lower"
+
+"""
+
+
+def timed_study(folder: Path) -> TinyStudy:
+    """Write the study; trial is required, and everything that ``kvqual trace`` needs is there."""
+    tiny = TinyStudy.write(folder)
+    tiny.replace(PLANNED, PLANNED.replace("planned", "required"))
+    tiny.replace("[gates.identity]", RULES + "[gates.identity]")
+    parity = json.loads((folder / "panels/parity.json").read_text(encoding="utf-8"))["items"][0]
+    items: list[dict[str, object]] = [
+        {"id": f"m{place}", "prompt": [100 + place] * 12, "max_tokens": 3, "grade": "measured"} for place in range(8)
+    ]
+    items += [
+        {"id": f"w{place}", "prompt": [200 + place] * 12, "max_tokens": 3, "grade": "warm-up"} for place in (0, 1)
+    ]
+    canary = {"id": "canary", "prompt": parity["prompt"], "max_tokens": 3, "grade": "canary", "expected": parity["id"]}
+    tiny.write_json(
+        "panels/timing-16.json",
+        {
+            "schema": 1,
+            "task": "timing",
+            "length": 16,
+            "tokenizer_sha256": TOKENIZER,
+            "sources": [],
+            "items": [*items, canary],
+        },
+    )
+    return tiny
