@@ -1,5 +1,6 @@
 # make qualify    the gates of studies/smollm2-cpu on arm `candidate`, from nothing
 # make audit      the verdicts of that run, derived again from its records
+# make campaign   every arm of the timing plan qualified, its trials, the statistics
 # make test       lint, types and every test, from nothing
 # Each sets itself up (.venv, install, model) and may be repeated.
 
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help venv model qualify campaign audit controls controls-from-start test unit engine lint types imports freeze panels clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 venv: $(STAMP)
 
@@ -50,8 +51,8 @@ qualify: model
 	$(BIN)/python -m pytest qualification/ -m cpu --arm $(ARM) --length $(LENGTH) --run-dir $(RUN_DIR) \
 	    --junitxml=$(RUN_DIR)/junit-$(ARM)-$(LENGTH).xml $(PYTEST_ARGS)
 
-# Every arm of the timing plan qualified, its trials in the plan's order, the statistics of $(ARM), and the audit. About
-# 70 minutes on two idle cores; the machine must be left alone while trials run.
+# Every arm of the timing plan qualified, its trials in the plan's order, the statistics of $(ARM), and the audit. Takes
+# more than an hour on two cores, which must be left alone while trials run.
 campaign: model
 	@mkdir -p $(RUN_DIR)
 	for arm in $$($(BIN)/kvqual plan --trials $(LENGTH) | cut -d ' ' -f 1 | sort -u); do \
