@@ -30,6 +30,9 @@ from pytest_kvqual.metrics.summary import summarise
 from pytest_kvqual.study.load import load_study
 from pytest_kvqual.study.model import FidelityRules
 
+# Servers and clients in real time: beside other tests they would measure those.
+pytestmark = pytest.mark.alone
+
 # Wide, for a machine that does other things as well.
 RULES = FidelityRules(
     rate=400.0,

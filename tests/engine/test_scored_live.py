@@ -65,12 +65,14 @@ def folder(tmp_path: Path) -> Path:
     panel["items"] = panel["items"][:QUESTIONS]
     (copy / "panels" / "recall.json").write_text(json.dumps(panel))
     text = (copy / "study.toml").read_text()
-    first, last = text.index("[arms.reference]"), text.index("[arms.candidate]")
-    text = text[:first] + text[last:]
-    first, last = text.index("[retrieval]"), text.index("[recall]")
-    text = text[:first] + text[last:]
-    first, last = text.index("[lengths.8192]"), text.index("[oracle]")
-    text = text[:first] + text[last:]
+    for begin, end in (
+        ("[arms.reference]", "[arms.candidate]"),
+        ("[retrieval]", "[recall]"),
+        ("[lengths.8192]", "[oracle]"),
+        ("[fidelity]", "# In order."),
+        ("[gates.fidelity]", "# Known findings"),
+    ):
+        text = text[: text.index(begin)] + text[text.index(end) :]
     changes = (
         ("retrieval = 96, recall = 320", f"recall = {QUESTIONS}, gsm8k = {len(ASKED)}"),
         ('[gates.retrieval]\nstate', '[gates.retrieval]\nstate = "planned"\n[gates.gsm8k]\nstate'),

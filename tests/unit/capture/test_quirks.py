@@ -16,6 +16,9 @@ from pytest_kvqual.metrics.requests import RequestFigures, figures
 from pytest_kvqual.metrics.sse import data_of
 from pytest_kvqual.testing.script import QUIRKS
 
+# Servers and clients in real time: beside other tests they would measure those.
+pytestmark = pytest.mark.alone
+
 TOKENS = 11
 FIRST_MS, GAP_MS = 60.0, 20.0
 # A process that is not scheduled for a while is late; a fault of the recorder is a gap (20 ms) or more at once, and the
@@ -149,7 +152,6 @@ def test_tokens(replayed: tuple[Recording, Mapping[str, Any]], name: str) -> Non
         assert found.prompt_tokens == (20_000 if name == "huge-prompt" else 4)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", [name for name, (outcome, _, _) in MATRIX.items() if outcome == "completed"])
 def test_times(replayed: tuple[Recording, Mapping[str, Any]], name: str) -> None:
     """The first token's time and the time per token are the server's, within the tolerance."""

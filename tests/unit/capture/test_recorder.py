@@ -29,6 +29,9 @@ from pytest_kvqual.capture.recorder import Load, Offered, Seams, convert, replay
 from pytest_kvqual.errors import CaptureError, EvidenceError
 from pytest_kvqual.metrics.recording import read_recording
 
+# Servers and clients in real time: beside other tests they would measure those.
+pytestmark = pytest.mark.alone
+
 Loop = Literal["uvloop", "asyncio"]
 MS = 1_000_000
 

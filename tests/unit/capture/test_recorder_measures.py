@@ -17,6 +17,9 @@ from pytest_kvqual.metrics.recording import Recording, read_recording
 from pytest_kvqual.metrics.requests import figures
 from pytest_kvqual.metrics.summary import summarise
 
+# Servers and clients in real time: beside other tests they would measure those.
+pytestmark = pytest.mark.alone
+
 MS = 1_000_000
 Replay = Callable[..., Recording]
 

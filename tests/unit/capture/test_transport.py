@@ -18,6 +18,9 @@ from raw_server import HEAD, LAST, Peer, chunk, completing, events, serving
 from pytest_kvqual.capture._schedule import new_loop
 from pytest_kvqual.capture._transport import Exchange, Transport, _Connection
 
+# Servers and clients in real time: beside other tests they would measure those.
+pytestmark = pytest.mark.alone
+
 T = TypeVar("T")
 LOOPS = ["asyncio", "uvloop"]
 

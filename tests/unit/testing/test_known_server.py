@@ -20,6 +20,9 @@ import pytest
 import pytest_kvqual
 from pytest_kvqual.capture.fidelity import ask, body, known_server
 
+# Servers and clients in real time: beside other tests they would measure those.
+pytestmark = pytest.mark.alone
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(pytest_kvqual.__file__).parent.parent)}
 COMMAND = [sys.executable, "-m", "pytest_kvqual.testing.server"]
 
