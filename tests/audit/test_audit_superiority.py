@@ -130,7 +130,9 @@ def test_what_is_derived_is_what_the_judge_says(seed: int) -> None:
     plan = _plan(2)
     found = _campaign(plan, seed)
     for arm in ("one", "two"):
-        study: Any = SimpleNamespace(name="made-up")
+        study: Any = SimpleNamespace(
+            name="made-up", timing={plan.length: SimpleNamespace(comparisons=plan.comparisons)}
+        )
         verdict = judged.judge(
             study,
             plan,

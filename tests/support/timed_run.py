@@ -167,7 +167,10 @@ class _Writer:
                 self._receipt(run, verdict, 3, found.attempts[arm, block])
         trials = {key: self._trial(found, key) for key in found.attempts}
         found.superiority = superiority.judge(
-            cast(Study, SimpleNamespace(name="tiny")), self.plan, arm="candidate", trials=trials
+            cast(Study, SimpleNamespace(name="tiny", timing={LENGTH: self.rules})),
+            self.plan,
+            arm="candidate",
+            trials=trials,
         )
         self._receipt(run, found.superiority, 4, *found.attempts.values())
         return found

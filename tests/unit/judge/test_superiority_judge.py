@@ -29,7 +29,12 @@ NINE_TENTHS = Fraction(9, 10)
 
 def verdict(trials: Mapping[tuple[str, int], Trial | None], *, plan: Plan = PLAN, arm: str = "candidate") -> Verdict:
     """The verdict on these trials."""
-    return judge(STUDY, plan, arm=arm, trials=trials)
+    declared = tuple(
+        comparison(candidate=it.candidate, control=it.control, cell=it.cell, metric=it.metric, better=it.better)
+        for it in plan.comparisons
+    )
+    of = replace(STUDY, timing={plan.length: timed_plan.rules(comparisons=declared)})
+    return judge(of, plan, arm=arm, trials=trials)
 
 
 def with_figure(

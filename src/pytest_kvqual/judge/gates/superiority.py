@@ -4,7 +4,7 @@ The unit is the block: its effect is the candidate's figure of one cell over the
 fraction. What is compared is the plan's family; judged are its comparisons whose candidate is the arm. The hypothesis
 tested in each is that the median effect is 1. The rules:
 
-1. The plan is the study's, and names the arm as a candidate.
+1. The plan is the study's, its family is the declared one, and it names the arm as a candidate.
 2. Every measured block of both arms was timed, once, by a trial that is valid. None is dropped and none replaced: a
    comparison with a block that is missing or void cannot pass.
 3. The figure is a finite number above 0 in each of these trials; a failed request counts as infinite.
@@ -40,7 +40,7 @@ from pytest_kvqual.stats.blocks import MedianInterval, effect, median_interval, 
 from pytest_kvqual.stats.holm import holm
 
 if TYPE_CHECKING:
-    from pytest_kvqual.study.model import Study
+    from pytest_kvqual.study.model import Comparison, Study
     from pytest_kvqual.study.plan import Plan, PlannedComparison
 
 GATE = "superiority"
@@ -113,6 +113,8 @@ def judge(study: Study, plan: Plan, *, arm: str, trials: Trials) -> Verdict:
     found = _judge(plan, arm, trials)
     if plan.study != study.name:
         found.own.gap(1, f"plan: found that of study {plan.study}, expected that of {study.name}")
+    for text in _undeclared(study, plan):
+        found.own.find(1, text)
     return conclude(
         GATE,
         figure=_figure(plan, arm, found),
@@ -122,6 +124,24 @@ def judge(study: Study, plan: Plan, *, arm: str, trials: Trials) -> Verdict:
         poison=_poison(plan, arm),
         details=_details(plan, arm, found),
     )
+
+
+def _undeclared(study: Study, plan: Plan) -> list[str]:
+    """How the plan's family differs from the declared one: a comparison less weakens Holm's correction of the rest."""
+
+    def key(it: Comparison | PlannedComparison) -> tuple[str, str, str, str, str]:
+        return it.candidate, it.control, it.cell, it.metric, it.better
+
+    rules = study.timing.get(plan.length)
+    if rules is None:
+        return [f"plan: found one of length {plan.length}, expected a length that the study times"]
+    declared, planned = [key(it) for it in rules.comparisons], [key(it) for it in plan.comparisons]
+    left_out, added = [it for it in declared if it not in planned], [it for it in planned if it not in declared]
+    return [
+        f"plan: {metric} of {candidate} against '{control}' in {cell}: found it {where}, expected the declared family"
+        for where, several in (("left out", left_out), ("added", added))
+        for candidate, control, cell, metric, _ in several
+    ]
 
 
 def _judge(plan: Plan, arm: str, trials: Trials) -> _Found:
