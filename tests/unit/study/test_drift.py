@@ -21,7 +21,7 @@ def effects(orders: Sequence[Sequence[str]], time: Callable[[int], Fraction]) ->
 
 @pytest.mark.parametrize("arms", [("native", "candidate"), ("native", "reference", "candidate")])
 def test_a_drift_is_an_effect_of_a_fixed_order_alone(arms: tuple[str, ...]) -> None:
-    """Row P2-18: A/A, 10 % slower each slot: in the order AB +10 % and significant, counterbalanced 0 % and p = 1."""
+    """A/A, 10 % slower each slot: in the order AB +10 % and significant, counterbalanced 0 % and p = 1."""
     orders = [block.order for block in plan(arms=arms).blocks if block.kind == "measured"]
     tenth = Fraction(11, 10)
     naive = effects([("native", "candidate")] * len(orders), lambda place: tenth**place)
@@ -34,7 +34,7 @@ def test_a_drift_is_an_effect_of_a_fixed_order_alone(arms: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("arms", [("native", "candidate"), ("native", "reference", "candidate")])
 def test_a_steady_drift_falls_on_all_arms_alike(arms: tuple[str, ...]) -> None:
-    """Row P2-18: one second more in each slot adds up to the same for every arm."""
+    """One second more in each slot adds up to the same for every arm."""
     orders = [block.order for block in plan(arms=arms).blocks if block.kind == "measured"]
     slots = [arm for order in orders for arm in order]
     assert len({sum(place for place, name in enumerate(slots) if name == arm) for arm in arms}) == 1
