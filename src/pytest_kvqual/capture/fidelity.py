@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest_kvqual
-from pytest_kvqual._canonical import pretty_bytes
+from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.capture.recorder import Load, Offered, replay
 from pytest_kvqual.errors import CaptureError
@@ -148,7 +148,8 @@ def capture_fidelity(
                 timeout_s=case.timeout_s,
                 plant=None if case.fault is None else RECORDER_FAULTS[case.fault].plant,
             )
-            truth.write_bytes(pretty_bytes({**ask(port, "GET", "/truth"), "case": case.name}))
+            # The form of every document of evidence.
+            truth.write_bytes(canonical_bytes({**ask(port, "GET", "/truth"), "case": case.name}) + b"\n")
             files += [recording, truth]
             if progress is not None:
                 progress(done + 1, total)
