@@ -224,7 +224,7 @@ class Attempt:
         from pytest_kvqual.server.process import Server, Timeouts, free_port
 
         selection, engine = self._selection, self._selection.study.engine
-        self._say("booting")
+        self.say("booting")
         port = free_port()
         command = serve_command(
             selection,
@@ -238,7 +238,7 @@ class Attempt:
             command, port=port, log=self.path / SERVER_LOG, timeouts=Timeouts(boot_s=engine.boot_timeout_s)
         )
         self._activity.boots.append((self._label, self._server.boot_s))
-        self._say(f"booted in {self._server.boot_s:.0f} s")
+        self.say(f"booted in {self._server.boot_s:.0f} s")
 
     def _worker_config(self) -> dict[str, object]:
         from pytest_kvqual.server.command import worker_config
@@ -360,7 +360,8 @@ class Attempt:
             raise CaptureError(f"{self._label}: found no running server, expected one: the attempt is over")
         return self._server
 
-    def _call(self, method: str, *args: object) -> list[object]:
+    def call(self, method: str, *args: object) -> list[object]:
+        """Call a method of the workers; one result per rank."""
         from pytest_kvqual.server import rpc
 
         timeout_s = self._selection.study.engine.request_timeout_s
@@ -373,17 +374,9 @@ class Attempt:
         """Where the server answers."""
         return self._live().base_url
 
-    def call(self, method: str, *args: object) -> list[object]:
-        """Call a method of the workers; one result per rank."""
-        return self._call(method, *args)
-
-    def kernels(self) -> list[object]:
-        """Which kernels each layer runs now, by rank."""
-        return self._dispatched()
-
     def trial_identity(self, name: str, parts: Sequence[str]) -> None:
         """These parts of what the server is, which must be the same when it is stopped."""
-        ranks = self._call("kvqual_identity", {"parts": list(parts)})
+        ranks = self.call("kvqual_identity", {"parts": list(parts)})
         sockets = [[it.address, it.port] for it in self._live().sockets()]
         self._bundle.write(name, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "sockets": sockets})
         self._identity = ranks
@@ -396,19 +389,11 @@ class Attempt:
         """Write and seal a document."""
         self._bundle.write(name, document)
 
-    def say(self, text: str) -> None:
-        """One line of progress."""
-        self._say(text)
-
-    def steps(self, what: str) -> Callable[[int, int], None]:
-        """Takes (done, total) and says so, not more often than a reader can follow."""
-        return self._steps(what)
-
     # -- captures ----------------------------------------------------------------------------------------------------
 
     def identity(self) -> None:
         """What the server is, as its workers and the operating system see it: ``identity.json``."""
-        self._say("identity")
+        self.say("identity")
         observed = self._observed()
         self._bundle.write(IDENTITY, observed)
         self._identity = observed["ranks"]
@@ -423,9 +408,9 @@ class Attempt:
             raise CaptureError(f"{self._label}: found no healthy identity, expected one before its seeded faults")
         entries = []
         for number, fault in enumerate(faults, start=1):
-            self._say(f"identity, seeded faults {number}/{len(faults)}")
+            self.say(f"identity, seeded faults {number}/{len(faults)}")
             with self._planted(fault):
-                ranks = self._call("kvqual_identity", {"parts": list(_ALTERABLE)})
+                ranks = self.call("kvqual_identity", {"parts": list(_ALTERABLE)})
             observed: list[object] = []
             for before, after in zip(self._identity, ranks, strict=True):
                 if not isinstance(before, dict) or not isinstance(after, dict):
@@ -444,19 +429,19 @@ class Attempt:
         return {
             "schema": 1,
             "arm": self._selection.arm.name,
-            "ranks": self._call("kvqual_identity"),
+            "ranks": self.call("kvqual_identity"),
             "sockets": [[it.address, it.port] for it in self._live().sockets()],
         }
 
     def dispatch(self, faults: Sequence[str]) -> None:
         """Which kernels each layer runs, healthy and under each planted fault: ``dispatch.json``."""
-        self._say("dispatch")
-        first = self._dispatched()
+        self.say("dispatch")
+        first = self.kernels()
         poison = []
         for number, fault in enumerate(faults, start=1):
-            self._say(f"dispatch, seeded faults {number}/{len(faults)}")
+            self.say(f"dispatch, seeded faults {number}/{len(faults)}")
             with self._planted(fault):
-                poison.append({"fault": fault, "ranks": self._dispatched()})
+                poison.append({"fault": fault, "ranks": self.kernels()})
         self._bundle.write(
             DISPATCH,
             {
@@ -468,7 +453,8 @@ class Attempt:
         )
         self._dispatch = [{"after": "boot", "ranks": first}]
 
-    def _dispatched(self) -> list[object]:
+    def kernels(self) -> list[object]:
+        """Which kernels each layer runs now, by rank."""
         from pytest_kvqual.capture.dispatch import read_dispatch
 
         study = self._selection.study
@@ -484,7 +470,7 @@ class Attempt:
         """
         if not self._dispatch:
             return
-        ranks = self._dispatched()
+        ranks = self.kernels()
         self._dispatch.append({"after": after, "ranks": ranks})
         if ranks != self._dispatch[0]["ranks"]:
             raise CaptureError(
@@ -508,7 +494,7 @@ class Attempt:
                 schedule=study.schedule,
                 wave_size=self._selection.length.wave_size,
                 timeout_s=study.engine.request_timeout_s,
-                progress=self._steps(what),
+                progress=self.steps(what),
             )
 
         options: dict[str, dict[str, object]] = {
@@ -553,7 +539,7 @@ class Attempt:
                     raise CaptureError(f"{self._label}: found a reproducer that cannot be read: {error}") from error
                 (self.path / file).write_bytes(data)
                 self._bundle.seal(file)
-                self._say(f"a finding of {entry['gate']}: kvqual replay {self.path / file}")
+                self.say(f"a finding of {entry['gate']}: kvqual replay {self.path / file}")
 
     def determinism(self, faults: Sequence[str]) -> None:
         """The parity panel in several orders: records, the inputs of each step, and how the answers differ."""
@@ -575,7 +561,7 @@ class Attempt:
                     model=study.model.name,
                     wave_size=self._selection.length.wave_size,
                     timeout_s=study.engine.request_timeout_s,
-                    progress=self._steps(what),
+                    progress=self.steps(what),
                 )
 
         inputs = one(ORDERS, panel, orders.RUNS, "determinism", rules.rotation)
@@ -605,7 +591,7 @@ class Attempt:
                 model=study.model.name,
                 order=order,
                 timeout_s=study.engine.request_timeout_s,
-                progress=self._steps(what),
+                progress=self.steps(what),
             )
         if fault is None:
             self._dispatched_again(_stem(name))
@@ -627,7 +613,7 @@ class Attempt:
                 wave_size=self._selection.length.wave_size,
                 timeout_s=study.engine.request_timeout_s,
                 documents=documents,
-                progress=self._steps(what),
+                progress=self.steps(what),
             )
         if fault is None:
             self._dispatched_again(_stem(name))
@@ -656,7 +642,7 @@ class Attempt:
                 wave_size=self._selection.length.wave_size,
                 timeout_s=study.engine.request_timeout_s,
                 questions=questions,
-                progress=self._steps(what),
+                progress=self.steps(what),
             )
         self._live().check()
         if fault is None:
@@ -677,8 +663,8 @@ class Attempt:
 
         panel = load_task_panel(self._selection, "parity")
         selection, engine = self._selection, self._selection.study.engine
-        self._say("in process: booting")
-        begun_ns, tell = monotonic_ns(), self._steps("in process:")
+        self.say("in process: booting")
+        begun_ns, tell = monotonic_ns(), self.steps("in process:")
         first_ns: int | None = None
 
         def step(done: int, total: int) -> None:
@@ -715,21 +701,22 @@ class Attempt:
         if fault is None:
             yield
             return
-        self._call("kvqual_plant", fault)
+        self.call("kvqual_plant", fault)
         try:
             yield
         except BaseException:
             with suppress(KvqualError):
-                self._call("kvqual_unplant")
+                self.call("kvqual_unplant")
             raise
-        self._call("kvqual_unplant")
+        self.call("kvqual_unplant")
 
     # -- progress ----------------------------------------------------------------------------------------------------
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """One line of progress."""
         self._progress(f"{self._label}: {text}")
 
-    def _steps(self, what: str) -> Callable[[int, int], None]:
+    def steps(self, what: str) -> Callable[[int, int], None]:
         """Takes (done, total) and says so at the end, and in between not more often than a reader can follow."""
         last_ns, last = monotonic_ns(), 0
 
@@ -738,6 +725,6 @@ class Attempt:
             now = monotonic_ns()
             if done != last and (done == total or now - last_ns >= PROGRESS_S * 1e9):
                 last_ns, last = now, done
-                self._say(f"{what} {done}/{total}")
+                self.say(f"{what} {done}/{total}")
 
         return step

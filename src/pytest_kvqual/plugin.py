@@ -47,6 +47,8 @@ def _prefix(text: str) -> str:
         raise pytest.UsageError(
             f"--prefix: found {text!r}, expected letters, digits, '.', '_' and '-' that begin with a letter or digit"
         )
+    if text.startswith("pilot-"):
+        raise pytest.UsageError(f"--prefix: found {text!r}, expected another: so begin the folders of pilots")
     return text
 
 

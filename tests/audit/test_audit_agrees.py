@@ -42,6 +42,8 @@ STREAMS: dict[str, list[bytes]] = {
     "a negative id": [chunk([-1]), *TAIL],
     "a negative usage": [HEAD, TAIL[0], usage(-2), DONE],
     "a key twice": [HEAD, _data('{"choices":[],"choices":[]}'), *TAIL],
+    "an error, and its key again": [HEAD, _data('{"error":{"code":500},"error":null}'), *TAIL],
+    "tokens after the end": [HEAD, *TAIL[:1], usage(3), DONE, chunk([3])],
     "no UTF-8": [HEAD, b"data: {\xff}\n\n", *TAIL],
     "a BOM": [b"\xef\xbb\xbf" + HEAD, *TAIL],
     "a BOM later": [HEAD, b"\xef\xbb\xbf" + TAIL[0], *TAIL[1:]],

@@ -56,6 +56,7 @@ def test_refused(gates: Runner, args: list[str], text: str) -> None:
         (["--length", "1k"], "--length: found '1k', expected a positive whole number of tokens"),
         (["--length", "0"], "--length: found '0', expected a positive whole number of tokens"),
         (["--cache-bytes", "1.5e9"], "--cache-bytes: found '1.5e9', expected a positive whole number of bytes"),
+        (["--prefix", "pilot-a"], "--prefix: found 'pilot-a', expected another: so begin the folders of pilots"),
         (["--prefix", "../x"], "--prefix: found '../x', expected letters, digits, '.', '_' and '-'"),
         (["--arm", ""], "--arm: found '', expected a name of letters"),
         (["--run-dir", ""], "--run-dir: found an empty text, expected a folder"),

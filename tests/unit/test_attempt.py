@@ -169,7 +169,7 @@ def test_a_fault_is_taken_back_after_a_failed_reading(world: World, attempt: Att
     world.events.clear()
     world.broken = "reading"
     with pytest.raises(CaptureError, match="dispatch: the request failed"), attempt._planted("one"):
-        attempt._dispatched()
+        attempt.kernels()
     assert world.events == [("kvqual_plant", "one"), "reading", ("kvqual_unplant",)]
 
 

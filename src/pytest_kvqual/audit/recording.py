@@ -532,6 +532,8 @@ def read_stream(events: Iterable[tuple[int, bytes]], max_tokens: int) -> Stream:
                 finished = True
         if brought:
             arrivals.append((at, brought))
+            if done:
+                objections.setdefault("malformed", f"tokens after [DONE] in event {place}")
     usage_says = counts.get("completion_tokens")
     if not done or not finished:
         parts = [name for name, there in (("finish reason", finished), ("[DONE]", done)) if not there]
@@ -578,10 +580,18 @@ def _no_constant(word: str) -> NoReturn:
 
 def _object(data: bytes) -> dict[str, object] | None:
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_distinct)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object whose keys are all different: the second of two would hide the first."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError("a key twice")
+    return dict(pairs)
 
 
 # -- the checks ------------------------------------------------------------------------------------------------------

@@ -25,8 +25,15 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-# NaN and Infinity are no JSON.
-_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+# NaN and Infinity are no JSON; of a key that comes twice the second would hide the first, an error say.
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_each_key_once)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +114,10 @@ def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
             stream.error = stream.error or _one_line(document)
         # Beside an error: what arrived, arrived.
         _usage(stream, document.get("usage"))
+        before = len(stream.arrivals)
         _choice(stream, document.get("choices"), at)
+        if stream.done and len(stream.arrivals) > before:
+            stream.malformed = stream.malformed or "found output tokens after [DONE], expected none"
     return stream
 
 
@@ -158,7 +168,8 @@ def _one_line(value: object) -> str:
 def content_failure(events: Iterable[bytes], max_tokens: int) -> tuple[str, str] | None:
     """Why a stream that ended cleanly under status 200 is no complete answer: (kind, text), or None.
 
-    ``error-object``: an error among the events. ``malformed``: data that is neither a JSON object nor ``[DONE]``.
+    ``error-object``: an error among the events. ``malformed``: data that is neither a JSON object nor ``[DONE]``,
+    or tokens after it.
     ``incomplete``: the end came without a finish reason and ``[DONE]``. ``no-tokens``: no output token. ``count``: the
     token ids are not as many as the usage says, or more than ``max_tokens``; or there is no usage.
 

@@ -123,6 +123,8 @@ ERROR = event({"error": {"message": "boom", "code": 500}})
         ([token(1, finish="abort"), usage(1), DONE], "incomplete"),
         ([b"data: {\n\n", *answer([1])], "malformed"),
         ([b"data: [1]\n\n", *answer([1])], "malformed"),
+        ([b'data: {"error":{"code":500},"error":null}\n\n', *answer([1])], "malformed"),
+        ([*answer([1, 1]), event({"choices": [{"index": 0, "token_ids": [7]}]})], "malformed"),
         ([b'data: {"x":NaN}\n\n', *answer([1])], "malformed"),
         ([b'data: {"x":"\xff"}\n\n', *answer([1])], "malformed"),
         ([b"data: " + b"[" * 100_000 + b"\n\n", *answer([1])], "malformed"),
