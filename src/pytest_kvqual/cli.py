@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from pytest_kvqual.audit.command import add_arguments as add_audit_arguments
-    from pytest_kvqual.audit.recording import add_arguments as add_verify_arguments
+    from pytest_kvqual.audit.verify import add_arguments as add_verify_arguments
 
     parser = argparse.ArgumentParser(prog="kvqual", description="Qualification of KV-cache changes of vLLM.")
     parser.add_argument("--version", action="version", version=f"kvqual {__version__}")
@@ -177,7 +177,7 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from pytest_kvqual.audit.recording import run
+    from pytest_kvqual.audit.verify import run
 
     return run(args)
 

@@ -15,7 +15,7 @@ import pytest
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual.audit import plans as audited
 from pytest_kvqual.audit import superiority as derived
-from pytest_kvqual.audit.recording import Figure, Verified
+from pytest_kvqual.audit.recorded import Figure, Verified
 from pytest_kvqual.audit.rederive import differences
 from pytest_kvqual.audit.trials import WARM_UP, Objections, Trial
 from pytest_kvqual.judge.gates import superiority as judged

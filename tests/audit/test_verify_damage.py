@@ -32,7 +32,9 @@ from recordings import (
     without_answer,
 )
 
-from pytest_kvqual.audit.recording import CHECKS, UnreadableError, main, read_stream, split, verify
+from pytest_kvqual.audit.recomputed import verify
+from pytest_kvqual.audit.recorded import CHECKS, UnreadableError, read_stream, split
+from pytest_kvqual.audit.verify import main
 
 OPEN, CLOSED, TRACED = "open", "closed", "traced"
 UNREADABLE = 0
@@ -700,12 +702,12 @@ def test_what_cannot_be_used_is_one_line(
 
 
 def test_it_runs_on_a_bare_interpreter(tmp_path: Path) -> None:
-    """``python -m pytest_kvqual.audit.recording`` needs nothing but the source."""
+    """``python -m pytest_kvqual.audit.verify`` needs nothing but the source."""
     record = tmp_path / "cell-open.jsonl"
     record.write_bytes(to_bytes(open_lines()))
     source = Path(__file__).resolve().parents[2] / "src"
     done = subprocess.run(
-        [sys.executable, "-S", "-B", "-m", "pytest_kvqual.audit.recording", str(record)],
+        [sys.executable, "-S", "-B", "-m", "pytest_kvqual.audit.verify", str(record)],
         capture_output=True, text=True, check=False, timeout=60, cwd=source, env={"PATH": ""},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

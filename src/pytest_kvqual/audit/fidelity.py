@@ -16,7 +16,8 @@ from typing import Final
 
 from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.plans import decimal
-from pytest_kvqual.audit.recording import Verified, nearest, per_token
+from pytest_kvqual.audit.recomputed import nearest, per_token
+from pytest_kvqual.audit.recorded import Verified
 from pytest_kvqual.audit.shapes import integer, items, shown, table, text
 from pytest_kvqual.audit.trials import POISON, Objections, Run
 

@@ -13,7 +13,7 @@ from typing import Final
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import DamagedError, Tree, parse, pretty, sha256
 from pytest_kvqual.audit.frozen import FOLDER, Frozen
-from pytest_kvqual.audit.recording import trace_lines
+from pytest_kvqual.audit.recorded import trace_lines
 from pytest_kvqual.audit.shapes import get, integer, items, shown, strings, table, text
 
 #: What a plan says as the study's rules say it.
