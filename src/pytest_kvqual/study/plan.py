@@ -36,6 +36,7 @@ from pytest_kvqual._canonical import pretty_bytes, sha256_bytes
 from pytest_kvqual._decode import Table, describe, nearest, parse_json
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.metrics.formulas import FORMULAS
+from pytest_kvqual.study.model import Comparison
 from pytest_kvqual.study.trace import parse_trace
 
 if TYPE_CHECKING:
@@ -84,17 +85,6 @@ class PlannedCell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedComparison:
-    """One member of the family: ``metric`` of ``candidate`` over that of ``control``; which of both is better."""
-
-    candidate: str
-    control: str
-    cell: str
-    metric: str
-    better: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Reachable:
     """What the plan can show at best.
 
@@ -122,7 +112,7 @@ class Plan:
     warm_up: int
     settle_s: float
     cells: tuple[PlannedCell, ...]
-    comparisons: tuple[PlannedComparison, ...]
+    comparisons: tuple[Comparison, ...]
     alpha: float
     confidence: float
     practical: float
@@ -276,9 +266,7 @@ def build(study: Study, length: int, traces: Mapping[str, bytes]) -> Plan:
         warm_up=rules.warm_up,
         settle_s=float(rules.settle_s),
         cells=cells,
-        comparisons=tuple(
-            PlannedComparison(**{key: getattr(it, key) for key in _COMPARISON}) for it in rules.comparisons
-        ),
+        comparisons=rules.comparisons,
         alpha=rules.alpha,
         confidence=rules.confidence,
         practical=rules.practical,
@@ -352,12 +340,12 @@ def parse_plan(data: bytes, *, origin: str) -> Plan:
         settle_s=top.number("settle_s", minimum=0.0),
         cells=tuple(_cell_of(table) for table in top.tables("cells", known=_CELL)),
         comparisons=tuple(
-            PlannedComparison(
+            Comparison(
                 candidate=table.choice("candidate", arms),
                 control=table.choice("control", arms),
                 cell=table.string("cell"),
                 metric=table.choice("metric", tuple(FORMULAS)),
-                better=table.choice("better", ("lower", "higher")),
+                better="lower" if table.choice("better", ("lower", "higher")) == "lower" else "higher",
             )
             for table in top.tables("comparisons", known=_COMPARISON)
         ),
