@@ -134,6 +134,11 @@ def _trace(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import plan_command, trial_lines
 
+    if args.trials is not None and args.check:
+        raise StudyError(
+            f"--trials: found --check beside '{args.trials}', expected one of them: --trials checks the plan of its "
+            "length by itself"
+        )
     if args.trials is not None:
         for line in trial_lines(args.study, args.trials):
             print(line)

@@ -226,6 +226,9 @@ def test_trials_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert lines[:3] == ["native 1", "reference 1", "candidate 1"]
     assert lines[-2:] == ["native 7", "native 8"]
     assert len(set(lines)) == len(lines) == 20
+    status, lines, err = run("plan", folder, "--trials", "16", "--check", capsys=capsys)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert "--trials: found --check beside '16', expected one of them" in err
     for length in ("32", "016", "x"):
         status, lines, err = run("plan", folder, "--trials", length, capsys=capsys)
         assert (status, lines) == (2, [])
