@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     study_of(trace)
     trace.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
     trace.add_argument(
-        "--arrivals", action="append", default=[], metavar="CELL=FILE",
+        "--arrivals", action="append", default=[], metavar="[LENGTH:]CELL=FILE",
         help="the arrivals of a cell of kind file: one a line, in whole nanoseconds",
     )  # fmt: skip
     plan = command(

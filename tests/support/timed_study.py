@@ -63,18 +63,24 @@ def timed_study(folder: Path) -> TinyStudy:
     """Write the study; trial is required, and everything that ``kvqual trace`` needs is there."""
     tiny = TinyStudy.write(folder)
     tiny.replace(PLANNED, PLANNED.replace("planned", "required"))
-    tiny.replace("[gates.identity]", RULES + "[gates.identity]")
+    add_length(tiny, LENGTH)
+    return tiny
+
+
+def add_length(tiny: TinyStudy, length: int) -> None:
+    """Time a length by the same rules: its tables, and a panel of its own."""
+    tiny.replace("[gates.identity]", RULES.replace(str(LENGTH), str(length)) + "[gates.identity]")
+    folder = tiny.folder
     parity = json.loads((folder / "panels/parity.json").read_text(encoding="utf-8"))["items"]
     tokens = len(parity[0]["prompt"])
 
     def item(name: str, prompt: list[int], grade: str) -> dict[str, object]:
         return {"id": name, "prompt": prompt, "max_tokens": PARITY_TOKENS, "grade": grade}
 
-    items = [item(f"m{place}", [100 + place] * tokens, "measured") for place in range(8)]
-    items += [item(f"w{place}", [200 + place] * tokens, "warm-up") for place in range(2)]
+    items = [item(f"m{place}", [100 + length + place] * tokens, "measured") for place in range(8)]
+    items += [item(f"w{place}", [200 + length + place] * tokens, "warm-up") for place in range(2)]
     items += [{**item(f"canary-{one['id']}", one["prompt"], "canary"), "expected": one["id"]} for one in parity[1:3]]
     tiny.write_json(
-        PANEL,
-        {"schema": 1, "task": "timing", "length": LENGTH, "tokenizer_sha256": TOKENIZER, "sources": [], "items": items},
+        PANEL.replace(str(LENGTH), str(length)),
+        {"schema": 1, "task": "timing", "length": length, "tokenizer_sha256": TOKENIZER, "sources": [], "items": items},
     )
-    return tiny
