@@ -12,9 +12,16 @@ two-sided sign test of n blocks that agree has p = 2**(1 - n). The interval from
 of n effects covers the median with probability 1 - 2 * P(X < k), X binomial (n, 1/2), and at least that where effects
 tie.
 
+A primary comparison is of a figure that no arm betters by failing requests or by letting them wait in the client. It
+counts every offered request, a failed one as infinite or as nothing gained: a mean over those that got a first token
+does not. In an open loop it is measured from the intended arrival: from the send it would leave out how long a request
+was kept from being sent, which is the queue that a slow server causes (coordinated omission). In a closed loop the
+client waits for the server by declaration, and both origins are accepted. The time per output token has no origin.
+
 History of the format: 1, the first.
 
 Sources:
+    G. Tene, "How not to measure latency", QCon San Francisco 2012 (coordinated omission).
     E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", Australian
     Journal of Scientific Research A 2 (1949), pp. 149-168.
     S. Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
@@ -59,6 +66,8 @@ _REACHABLE: Final = ("p", "holm_alpha", "coverage")
 _LOWER: Final = ("ttft_intended_", "ttft_send_", "tpot_", "e2e_")
 _HIGHER: Final = ("output_throughput", "request_throughput", "goodput_tokens")
 _BURST: Final = "burst_"
+_FROM_SEND: Final = "ttft_send_"
+_FROM_INTENDED: Final = "ttft_intended_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -476,6 +485,7 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
             raise StudyError(f"{place}.metric: found '{it.metric}', expected a figure of what an arm does")
         if it.better != better:
             raise StudyError(f"{place}.better: found '{it.better}', expected '{better}' for {it.metric}")
+        _primary(cells[it.cell], it.metric, f"{place}.metric")
         _population(rules, cells[it.cell], it.metric, place)
         # The two-sided test is the same in both directions.
         key4 = (frozenset((it.candidate, it.control)), it.cell, it.metric)
@@ -485,6 +495,21 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
                 "each comparison once, in one direction"
             )
         seen.add(key4)
+
+
+def _primary(cell: Cell, metric: str, place: str) -> None:
+    """Refuse a figure that an arm could better by failing requests, or by letting them wait in the client."""
+    if metric == "mean_ttft_send":
+        raise StudyError(
+            f"{place}: found '{metric}', expected a figure over every offered request, such as ttft_intended_p50: it "
+            "leaves out each request without a first token"
+        )
+    if cell.mode == "open" and _FROM_SEND in metric:
+        raise StudyError(
+            f"{place}: found '{metric}' in the open cell {cell.name}, expected "
+            f"'{metric.replace(_FROM_SEND, _FROM_INTENDED)}': from the send it leaves out what a request waits in the "
+            "client (coordinated omission)"
+        )
 
 
 def _population(rules: TimingRules, cell: Cell, metric: str, place: str) -> None:
