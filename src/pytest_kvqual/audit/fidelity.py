@@ -174,7 +174,8 @@ def _lateness(own: Objections, rules: Mapping[str, object], name: str, case: Cas
 def _concurrency(own: Objections, rules: Mapping[str, object], name: str, case: Case) -> None:
     """Rule 9."""
     requests = case.recording.requests
-    marks = [(it.dispatch or 0, 1) for it in requests] + [(it.end, -1) for it in requests]
+    marks = [(it.dispatch, 1) for it in requests if it.dispatch is not None]
+    marks += [(it.end, -1) for it in requests if it.end is not None]
     flying = peak = 0
     for _, change in sorted(marks):
         flying += change

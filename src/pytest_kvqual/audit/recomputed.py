@@ -126,7 +126,7 @@ def _accounting(result: Verified, where: str) -> None:
     counts = (footer["completed"], *stated.values())
     if footer["offered"] != sum(count for count in counts if type(count) is int):
         result.find(5, where, f"offered: found {footer['offered']}, expected completed + failed")
-    last = max((request.end for request in result.requests), default=0)
+    last = max((request.end for request in result.requests if request.end is not None), default=0)
     if footer["end_ns"] != last:
         result.find(3, where, f"end_ns: found {footer['end_ns']}, expected {last}, the last end of a request")
 
@@ -135,7 +135,7 @@ def _in_time(result: Verified, footer_at: str) -> None:
     """Check 6."""
     limit, end = result.header["timeout_ns"], result.footer["end_ns"]
     for request in result.requests:
-        if request.dispatch is None:
+        if request.dispatch is None or request.end is None:
             _never_sent(result, request)
             continue
         where = request.where
@@ -184,13 +184,22 @@ def _in_time(result: Verified, footer_at: str) -> None:
 
 
 def _never_sent(result: Verified, request: Request) -> None:
-    moments = (request.admission, request.connected, request.send_start, request.send_end, request.headers)
-    if request.failure != "cancelled" or any(it is not None for it in moments) or request.received or request.end:
+    moments = (
+        request.dispatch, request.admission, request.connected, request.send_start, request.send_end, request.headers,
+        request.end,
+    )  # fmt: skip
+    if request.failure != "cancelled" or any(it is not None for it in moments) or request.received:
         result.find(
             6,
             request.where,
             "dispatch_ns: found null, expected a time, but of a cancelled request without any",
         )
+    # The trace of an open loop says when it was due; a slot of a closed loop never became free for it.
+    if (request.intended is None) != (result.header["mode"] == "closed") or (request.intended or 0) < 0:
+        result.find(
+            6, request.where, f"intended_ns: found {shown(request.intended)} of a request that was never sent, "
+            "expected the trace's time in an open loop, null in a closed one",
+        )  # fmt: skip
 
 
 def _ascending(result: Verified, where: str, moments: Sequence[tuple[str, int | None]]) -> None:
@@ -221,10 +230,9 @@ def _outcome(result: Verified, request: Request) -> None:
             result.find(8, where, "found refused of a request that had a connection, expected none")
     elif failure == "timeout":
         limit = result.header["timeout_ns"]
-        if request.dispatch is not None and isinstance(limit, int) and request.end - request.dispatch < limit:
-            result.find(
-                8, where, f"found timeout {request.end - request.dispatch} ns after dispatch, expected at least {limit}"
-            )
+        took = None if request.dispatch is None or request.end is None else request.end - request.dispatch
+        if took is not None and isinstance(limit, int) and took < limit:
+            result.find(8, where, f"found timeout {took} ns after dispatch, expected at least {limit}")
     elif failure == "transport" and request.connected is None:
         result.find(8, where, "found transport of a request without a connection, expected refused")
 
@@ -232,7 +240,7 @@ def _outcome(result: Verified, request: Request) -> None:
 def _cancelled(result: Verified) -> None:
     """Check 8: an interrupt ends everything; nothing is sent after it."""
     sent = [it for it in result.requests if it.dispatch is not None]
-    cut = [it.end for it in sent if it.failure == "cancelled"]
+    cut = [it.end for it in sent if it.failure == "cancelled" and it.end is not None]
     for request in sent if cut else ():
         if request.dispatch is not None and request.dispatch > min(cut):
             result.find(
@@ -254,7 +262,7 @@ def _concurrency(result: Verified) -> None:
         return
     marks: list[tuple[int, int, str]] = []
     for request in result.requests:
-        if request.dispatch is not None:
+        if request.dispatch is not None and request.end is not None:
             # At one moment an end makes room for a dispatch.
             marks += [(request.dispatch, 1, request.where), (request.end, -1, request.where)]
     flying = 0
@@ -269,7 +277,7 @@ def _schedule(result: Verified) -> None:
     """Check 10."""
     most = result.concurrency
     sent = [it for it in result.requests if it.dispatch is not None and it.intended is not None]
-    freed = sorted(it.end for it in sent)
+    freed = sorted(it.end for it in sent if it.end is not None)
     last_intended = last_dispatch = None
     for place, request in enumerate(sent):
         intended, dispatch, where = request.intended, request.dispatch, request.where
@@ -337,7 +345,8 @@ def figures(requests: Sequence[Request], burst: int) -> dict[str, Figure]:
     whole = [it for it in requests if it.failure is None]
     tokens = sum(len(it.stream.tokens) for it in whole)
     begins = [it.intended for it in requests if it.intended is not None]
-    span = max((it.end for it in requests), default=0) - min(begins) if begins else 0
+    ends = [it.end for it in requests if it.end is not None]
+    span = max(ends) - min(begins) if begins and ends else 0
     for name, count in (("output_throughput", tokens), ("request_throughput", len(whole))):
         rate = Fraction(count * _BILLION, span) if span else None
         found[name] = Figure(value=rate, unit="1/s", of=len(whole))

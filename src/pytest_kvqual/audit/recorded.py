@@ -108,7 +108,10 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One request, as recorded; times in ns after zero. ``failure`` is its kind, None where it completed."""
+    """One request, as recorded; times in ns after zero. ``failure`` is its kind, None where it completed.
+
+    ``dispatch`` is None of a request that an interrupted run never sent; ``end`` of none else.
+    """
 
     where: str
     name: str
@@ -122,7 +125,7 @@ class Request:
     send_end: int | None
     status: int | None
     headers: int | None
-    end: int
+    end: int | None
     failure: str | None
     stream: Stream
     first_event: int | None
@@ -346,7 +349,9 @@ def _request(document: dict[str, object], where: str, result: Verified) -> Reque
         send_end=_moment(document, "send_end_ns", where),
         status=status,
         headers=_moment(document, "headers_ns", where),
-        end=_integer(document, "end_ns", where),
+        end=_moment(document, "end_ns", where)
+        if document["dispatch_ns"] is None
+        else _integer(document, "end_ns", where),
         failure=str(failure["kind"]) if failure is not None else None,
         stream=read_stream(events, limit),
         first_event=events[0][0] if events else None,

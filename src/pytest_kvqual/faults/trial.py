@@ -78,7 +78,7 @@ def _request_left_out(evidence: Evidence) -> Evidence | None:
         lines[-1]["failed"][kind] -= 1
         if not lines[-1]["failed"][kind]:
             del lines[-1]["failed"][kind]
-    lines[-1]["end_ns"] = max((line["end_ns"] for line in lines[1:-1]), default=0)
+    lines[-1]["end_ns"] = max((line["end_ns"] or 0 for line in lines[1:-1]), default=0)
     return _written(evidence, name, lines)
 
 
@@ -157,7 +157,8 @@ def _slow_client(evidence: Evidence) -> Evidence | None:
         return None
     lines = _lines(evidence, name)
     for line in lines[1:-1]:
-        line["end_ns"] += _LATE_NS
+        if line["end_ns"] is not None:
+            line["end_ns"] += _LATE_NS
         for event in line["events"]:
             event[0] += _LATE_NS
     lines[-1]["end_ns"] += _LATE_NS
