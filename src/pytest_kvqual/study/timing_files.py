@@ -128,7 +128,7 @@ def read_traces(study: Study, length: int) -> dict[str, bytes]:
     Raises:
         StudyError: One is missing.
     """
-    return {cell.name: _read(cell.trace, "kvqual trace") for cell in study.timing[length].cells}
+    return {cell.name: read_file(cell.trace, "run `kvqual trace`") for cell in study.timing[length].cells}
 
 
 def _timed(name_or_path: str) -> Study:
@@ -183,7 +183,7 @@ def _frozen(rules: TimingRules) -> dict[str, tuple[int, ...]]:
     found = {}
     for cell in rules.cells:
         if cell.arrivals == "file":
-            data = _read(cell.trace, "kvqual trace --arrivals")
+            data = read_file(cell.trace, "run `kvqual trace --arrivals`")
             try:
                 trace = parse_trace(data, origin=str(cell.trace))
             except EvidenceError as error:
@@ -214,7 +214,7 @@ def _check(files: Sequence[_File], command: str) -> list[str]:
         StudyError: One is missing or another one.
     """
     for file in files:
-        if _read(file.path, command) != file.data:
+        if read_file(file.path, f"run `{command}`") != file.data:
             raise StudyError(
                 f"{file.path}: found other bytes than `{command}` writes, expected sha256 {sha256_bytes(file.data)}",
                 advice=f"run `{command}`, then what follows it: trace, plan, freeze",
@@ -263,11 +263,16 @@ def _line(study: Study, file: _File, said: str) -> str:
     return f"{_relative(study, file.path)}: {said}; {file.about}; sha256 {sha256_bytes(file.data)}"
 
 
-def _read(path: Path, command: str) -> bytes:
+def read_file(path: Path, advice: str) -> bytes:
+    """The bytes of a file that has to be there.
+
+    Raises:
+        StudyError: It is missing, with ``advice``, or cannot be read.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise StudyError(f"found no file {path}, expected it", advice=f"run `{command}`") from None
+        raise StudyError(f"found no file {path}, expected it", advice=advice) from None
     except OSError as error:
         raise StudyError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -308,7 +313,9 @@ def _given(study: Study, arrivals: Sequence[str]) -> dict[int, dict[str, tuple[i
 
 def _times(path: Path) -> tuple[int, ...]:
     found = []
-    for number, line in enumerate(_read(path, "kvqual trace --arrivals CELL=FILE").splitlines(), start=1):
+    for number, line in enumerate(
+        read_file(path, "give `kvqual trace --arrivals` a file that is there").splitlines(), start=1
+    ):
         # int() would also take '1_000' and Unicode digits.
         if not line.isdigit() or len(line) > _DIGITS:
             raise StudyError(
