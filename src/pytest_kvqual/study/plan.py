@@ -12,9 +12,16 @@ two-sided sign test of n blocks that agree has p = 2**(1 - n). The interval from
 of n effects covers the median with probability 1 - 2 * P(X < k), X binomial (n, 1/2), and at least that where effects
 tie.
 
+A primary comparison is of a figure that no arm betters by failing requests or by letting them wait in the client. It
+counts every offered request, a failed one as infinite or as nothing gained: a mean over those that got a first token
+does not. In an open loop it is measured from the intended arrival: from the send it would leave out how long a request
+was kept from being sent, which is the queue that a slow server causes (coordinated omission). In a closed loop the
+client waits for the server by declaration, and both origins are accepted. The time per output token has no origin.
+
 History of the format: 1, the first.
 
 Sources:
+    G. Tene, "How not to measure latency", QCon San Francisco 2012 (coordinated omission).
     E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", Australian
     Journal of Scientific Research A 2 (1949), pp. 149-168.
     S. Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
@@ -36,6 +43,7 @@ from pytest_kvqual._canonical import pretty_bytes, sha256_bytes
 from pytest_kvqual._decode import Table, describe, nearest, parse_json
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.metrics.formulas import FORMULAS
+from pytest_kvqual.study.model import Comparison
 from pytest_kvqual.study.trace import parse_trace
 
 if TYPE_CHECKING:
@@ -58,6 +66,8 @@ _REACHABLE: Final = ("p", "holm_alpha", "coverage")
 _LOWER: Final = ("ttft_intended_", "ttft_send_", "tpot_", "e2e_")
 _HIGHER: Final = ("output_throughput", "request_throughput", "goodput_tokens")
 _BURST: Final = "burst_"
+_FROM_SEND: Final = "ttft_send_"
+_FROM_INTENDED: Final = "ttft_intended_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,17 +91,6 @@ class PlannedCell:
     max_tokens: int
     concurrency: int | None
     rate: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedComparison:
-    """One member of the family: ``metric`` of ``candidate`` over that of ``control``; which of both is better."""
-
-    candidate: str
-    control: str
-    cell: str
-    metric: str
-    better: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +121,7 @@ class Plan:
     warm_up: int
     settle_s: float
     cells: tuple[PlannedCell, ...]
-    comparisons: tuple[PlannedComparison, ...]
+    comparisons: tuple[Comparison, ...]
     alpha: float
     confidence: float
     practical: float
@@ -276,9 +275,7 @@ def build(study: Study, length: int, traces: Mapping[str, bytes]) -> Plan:
         warm_up=rules.warm_up,
         settle_s=float(rules.settle_s),
         cells=cells,
-        comparisons=tuple(
-            PlannedComparison(**{key: getattr(it, key) for key in _COMPARISON}) for it in rules.comparisons
-        ),
+        comparisons=rules.comparisons,
         alpha=rules.alpha,
         confidence=rules.confidence,
         practical=rules.practical,
@@ -352,12 +349,12 @@ def parse_plan(data: bytes, *, origin: str) -> Plan:
         settle_s=top.number("settle_s", minimum=0.0),
         cells=tuple(_cell_of(table) for table in top.tables("cells", known=_CELL)),
         comparisons=tuple(
-            PlannedComparison(
+            Comparison(
                 candidate=table.choice("candidate", arms),
                 control=table.choice("control", arms),
                 cell=table.string("cell"),
                 metric=table.choice("metric", tuple(FORMULAS)),
-                better=table.choice("better", ("lower", "higher")),
+                better="lower" if table.choice("better", ("lower", "higher")) == "lower" else "higher",
             )
             for table in top.tables("comparisons", known=_COMPARISON)
         ),
@@ -488,6 +485,7 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
             raise StudyError(f"{place}.metric: found '{it.metric}', expected a figure of what an arm does")
         if it.better != better:
             raise StudyError(f"{place}.better: found '{it.better}', expected '{better}' for {it.metric}")
+        _primary(cells[it.cell], it.metric, f"{place}.metric")
         _population(rules, cells[it.cell], it.metric, place)
         # The two-sided test is the same in both directions.
         key4 = (frozenset((it.candidate, it.control)), it.cell, it.metric)
@@ -497,6 +495,21 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
                 "each comparison once, in one direction"
             )
         seen.add(key4)
+
+
+def _primary(cell: Cell, metric: str, place: str) -> None:
+    """Refuse a figure that an arm could better by failing requests, or by letting them wait in the client."""
+    if metric == "mean_ttft_send":
+        raise StudyError(
+            f"{place}: found '{metric}', expected a figure over every offered request, such as ttft_intended_p50: it "
+            "leaves out each request without a first token"
+        )
+    if cell.mode == "open" and _FROM_SEND in metric:
+        raise StudyError(
+            f"{place}: found '{metric}' in the open cell {cell.name}, expected "
+            f"'{metric.replace(_FROM_SEND, _FROM_INTENDED)}': from the send it leaves out what a request waits in the "
+            "client (coordinated omission)"
+        )
 
 
 def _population(rules: TimingRules, cell: Cell, metric: str, place: str) -> None:

@@ -125,6 +125,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "comparisons[0].metric: found 'ttft_intended_p51', expected the name of a figure",
     ),
     ({"comparisons": (comparison(metric="lateness_p99"),)}, "found 'lateness_p99', expected a figure of what an arm"),
+    (
+        {"comparisons": (comparison(metric="ttft_send_p99"),)},
+        ("comparisons[0].metric: found 'ttft_send_p99' in the open cell open, expected 'ttft_intended_p99': from the "
+        "send it leaves out what a request waits in the client (coordinated omission)"),
+    ),
+    (
+        {"comparisons": (comparison(metric="burst_ttft_send_p50"),)},
+        "found 'burst_ttft_send_p50' in the open cell open, expected 'burst_ttft_intended_p50'",
+    ),
+    *(
+        (
+            {"comparisons": (comparison(metric="mean_ttft_send", cell=name),)},
+            "comparisons[0].metric: found 'mean_ttft_send', expected a figure over every offered request, such as",
+        )
+        for name in ("open", "closed")
+    ),
     ({"comparisons": (comparison(better="higher"),)}, "found 'higher', expected 'lower' for ttft_intended_p50"),
     ({"comparisons": (comparison(metric="output_throughput"),)}, "found 'lower', expected 'higher' for output_through"),
     ({"comparisons": (comparison(), comparison())}, "comparisons[1]: found ttft_intended_p50 of 'candidate' against"),
@@ -135,6 +151,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"cells": (cell(), cell())}, "cells: found 'open' twice, expected each cell once"),
 ]  # fmt: skip
+
+
+PRIMARY = {
+    "open": {"ttft_intended", "tpot", "e2e"},
+    "closed": {
+        *("ttft_intended", "ttft_send", "tpot", "e2e"),
+        *("burst_ttft_intended", "burst_ttft_send", "burst_tpot", "burst_e2e"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PRIMARY)
+def test_what_may_be_a_primary_comparison(name: str) -> None:
+    """Percentiles over every offered request, in an open loop from the intended arrival; throughputs; nothing else."""
+    accepted = set()
+    for metric in FORMULAS:
+        one = comparison(cell=name, metric=metric, better=plan.better_of(metric) or "lower")
+        try:
+            timed_plan.plan(comparisons=(one,))
+        except StudyError:
+            continue
+        accepted.add(metric)
+    single = {"output_throughput", "request_throughput", "goodput_tokens"}
+    assert accepted == single | {f"{it}_{q}" for it in PRIMARY[name] for q in ("p50", "p90", "p99", "max")}
 
 
 @pytest.mark.parametrize(("changes", "text"), REFUSED)
