@@ -40,7 +40,7 @@ from math import comb
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes
-from pytest_kvqual._decode import Table, describe, nearest, parse_json
+from pytest_kvqual._decode import describe, nearest, parse_json
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.metrics.formulas import FORMULAS
 from pytest_kvqual.study.model import Comparison
@@ -59,7 +59,6 @@ _TOP: Final = (
     "comparisons", "alpha", "confidence", "practical", "lateness_fraction", "server_ttft_ms", "failed_share", "cold",
     "panel_sha256", "reachable",
 )  # fmt: skip
-_BLOCK: Final = ("block", "kind", "order")
 _CELL: Final = ("name", "mode", "trace", "trace_sha256", "requests", "max_tokens", "concurrency", "rate")
 _COMPARISON: Final = ("candidate", "control", "cell", "metric", "better")
 _REACHABLE: Final = ("p", "holm_alpha", "coverage")
@@ -305,89 +304,6 @@ def check(data: bytes, study: Study, length: int, traces: Mapping[str, bytes], *
     if difference is None:
         raise StudyError(f"{origin}: found other bytes than `kvqual plan` writes for this plan", advice=advice)
     raise StudyError(f"{origin}: {difference}", advice=advice)
-
-
-def parse_plan(data: bytes, *, origin: str) -> Plan:
-    """The plan in the bytes of a file, without the study that it was made for.
-
-    Raises:
-        StudyError: It is no plan, or not in the form that this module writes.
-    """
-    top = Table(parse_json(data, origin=origin, error=StudyError), origin=origin, error=StudyError, known=_TOP)
-    schema = top.integer("schema")
-    if schema != SCHEMA:
-        top.fail("schema", str(schema), str(SCHEMA))
-    top.choice("kind", ("plan",))
-    top.choice("design", (DESIGN,))
-    arms = top.strings("arms")
-    blocks = tuple(
-        Block(
-            block=table.integer("block", minimum=1),
-            kind=table.choice("kind", (MEASURED, NULL)),
-            order=table.strings("order"),
-        )
-        for table in top.tables("blocks", known=_BLOCK)
-    )
-    if [block.block for block in blocks] != list(range(1, len(blocks) + 1)):
-        top.fail("blocks", "blocks out of order", "them numbered from 1")
-    for index, block in enumerate(blocks):
-        whole = sorted(block.order) == sorted(arms) if block.kind == MEASURED else len(block.order) == 1
-        if not whole or not set(block.order) <= set(arms):
-            top.fail(f"blocks[{index}].order", ", ".join(block.order), "each arm once, or the null arm alone")
-    nulls = tuple(block for block in blocks if block.kind == NULL)
-    pairs = tuple((one.block, other.block) for one, other in zip(nulls[::2], nulls[1::2], strict=False))
-    if not pairs or top.raw("null_pairs") != [list(pair) for pair in pairs] or len({it.order for it in nulls}) != 1:
-        top.fail("null_pairs", f"{top.raw('null_pairs')}", "the null blocks in pairs, at least one, of one arm")
-    reachable = top.table("reachable", known=_REACHABLE)
-    plan = Plan(
-        study=top.string("study"),
-        length=top.integer("length", minimum=1),
-        arms=arms,
-        blocks=blocks,
-        null_pairs=pairs,
-        warm_up=top.integer("warm_up", minimum=1),
-        settle_s=top.number("settle_s", minimum=0.0),
-        cells=tuple(_cell_of(table) for table in top.tables("cells", known=_CELL)),
-        comparisons=tuple(
-            Comparison(
-                candidate=table.choice("candidate", arms),
-                control=table.choice("control", arms),
-                cell=table.string("cell"),
-                metric=table.choice("metric", tuple(FORMULAS)),
-                better="lower" if table.choice("better", ("lower", "higher")) == "lower" else "higher",
-            )
-            for table in top.tables("comparisons", known=_COMPARISON)
-        ),
-        **{key: _share(top, key) for key in ("alpha", "confidence", "practical", "lateness_fraction")},
-        server_ttft_ms=top.number("server_ttft_ms", minimum=0.0),
-        failed_share=top.number("failed_share", minimum=0.0, maximum=1.0),
-        cold=top.boolean("cold"),
-        panel_sha256=top.sha256("panel_sha256"),
-        reachable=Reachable(**{key: reachable.number(key, minimum=0.0, maximum=1.0) for key in _REACHABLE}),
-    )
-    if plan.to_bytes() != data:
-        raise StudyError(f"{origin}: found other bytes than the canonical ones of this plan")
-    return plan
-
-
-def _share(table: Table, key: str) -> float:
-    value = table.number(key)
-    if not 0 < value < 1:
-        table.fail(key, f"{value}", "a number between 0 and 1")
-    return value
-
-
-def _cell_of(table: Table) -> PlannedCell:
-    return PlannedCell(
-        name=table.string("name"),
-        mode=table.choice("mode", ("open", "closed")),
-        trace=table.string("trace"),
-        trace_sha256=table.sha256("trace_sha256"),
-        requests=table.integer("requests", minimum=1),
-        max_tokens=table.integer("max_tokens", minimum=1),
-        concurrency=None if table.raw("concurrency") is None else table.integer("concurrency", minimum=1),
-        rate=None if table.raw("rate") is None else table.number("rate"),
-    )
 
 
 def _arms(rules: TimingRules, origin: str) -> None:
