@@ -17,6 +17,7 @@ from timed_run import Made, TimedRun, write_timed_run
 
 from pytest_kvqual._canonical import sha256_file
 from pytest_kvqual.audit.auditor import Options, Result, audit, lines
+from pytest_kvqual.audit.rederive import GateResult
 from pytest_kvqual.judge.verdict import Outcome
 
 STEM = "candidate-16-65536"
@@ -77,6 +78,8 @@ def test_a_campaign_in_order_is_accepted(timed: TimedRun) -> None:
     assert [finding.line() for finding in result.report.findings] == []
     assert result.timing == "allowed"
     assert result.passed
+    assert result.verdict().startswith("PASSED: every check holds, every required gate passes")
+    assert result.verdict().endswith("; timing allowed")
     assert timed.superiority is not None
     assert [(gate.gate, gate.derived, gate.derived_figure) for gate in result.timed] == [
         ("trial", "PASS", timed.verdicts["candidate", 6].figure),
@@ -112,6 +115,28 @@ def test_a_candidate_that_is_not_faster_does_not_pass(tmp_path: Path) -> None:
     result = _audit(run.run_dir)
     assert [finding.line() for finding in result.report.findings] == []
     assert {gate.gate: gate.derived for gate in result.timed}["superiority"] == "FAIL"
+    assert not result.passed
+    assert result.verdict() == (
+        "FAILED: the records are consistent; every required gate that does not time passes; timing allowed; "
+        "superiority FAIL"
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "passed", "words"),
+    [
+        ("", True, "PASSED: every check holds, every required gate that does not time passes"),
+        ("PASS", True, "PASSED: every check holds, every required gate passes"),
+        ("FAIL", False, "FAILED: the records are consistent; every required gate that does not time passes"),
+    ],
+)
+def test_a_gate_that_times_counts_from_its_first_receipt_on(outcome: str, passed: bool, words: str) -> None:
+    """An arm without a trial may pass, one whose trial is FAIL may not, and both may be timed."""
+    gates = [GateResult(gate=name, required=True, stored="PASS") for name in ("nll", "recall")]
+    trial = GateResult(gate="trial", required=True, stored=outcome)
+    result = Result(folder="candidate-16-1", gates=gates, timed=[trial], timing="allowed", reached=True)
+    assert (result.may_time, result.passed) == (True, passed)
+    assert result.verdict() == f"{words}; timing allowed{'; trial FAIL' * (not passed)}"
 
 
 def _tap(trial: Any) -> None:

@@ -54,10 +54,18 @@ class Result:
     """Whether there was a study to hold the rest against: without one the checks after it could not be made."""
 
     @property
-    def passed(self) -> bool:
+    def may_time(self) -> bool:
         """Whether every check holds and every required gate that does not time stands."""
         required = [gate for gate in self.gates if gate.required]
         return self.reached and bool(required) and not self.report.findings and all(gate.stands for gate in required)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check holds and every required gate stands; of those that time, each that has a receipt."""
+        return self.may_time and all(gate.stands for gate in self._timed())
+
+    def _timed(self) -> list[GateResult]:
+        return [gate for gate in self.timed if gate.required and gate.stored]
 
     @property
     def qualifies(self) -> bool:
@@ -70,7 +78,8 @@ class Result:
         numbers = sorted({found.check for found in self.report.findings})
         if self.passed:
             asked = "" if self.qualifies else " (the study requires no nll and scored task: no quality was asked for)"
-            return f"PASSED: every check holds, every required gate passes{asked}; timing {self.timing}"
+            what = "every required gate" if self._timed() else "every required gate that does not time"
+            return "; ".join([f"PASSED: every check holds, {what} passes{asked}", *self._timing()])
         parts = ["FAILED"]
         if numbers:
             parts.append(f"the records are not consistent: checks {', '.join(map(str, numbers))}")
@@ -83,7 +92,12 @@ class Result:
         others = [gate for gate in failed if gate not in quality]
         if others or not self.gates:
             parts.append(f"not qualified: {'; '.join(_short(gate) for gate in others) or 'no gate could be read'}")
-        return "; ".join([": ".join(parts[:2]), *parts[2:], f"timing {self.timing}"])
+        if not failed and not numbers:
+            parts.append("every required gate that does not time passes")
+        return "; ".join([": ".join(parts[:2]), *parts[2:], *self._timing()])
+
+    def _timing(self) -> list[str]:
+        return [f"timing {self.timing}", *(_short(gate) for gate in self._timed() if not gate.stands)]
 
 
 def _short(gate: GateResult) -> str:
@@ -154,7 +168,7 @@ def _audit(tree: Tree, options: Options) -> Result:
                 report.find(
                     2, f"evidence/{attempt.name}", f"found the outcome {attempt.outcome}, expected complete behind PASS"
                 )
-    if not result.passed and result.timing == "allowed":
+    if not result.may_time and result.timing == "allowed":
         result.timing = "refused"
     return result
 
