@@ -99,7 +99,7 @@ def stock_steps(worker: Any) -> None:
 def within(selection: Selection, folder: Path, number: int) -> tuple[list[float], list[float]]:
     """Output tokens per second of ``number`` rounds with the steps of ``ServingWorker`` and of as many stock ones."""
     here = Path(__file__).resolve().parent
-    arm = replace(selection.arm, pythonpath=(*selection.arm.pythonpath, here))
+    arm = replace(selection.arm, pythonpath=(*selection.arm.pythonpath, here, here.parent / "support"))
     own: list[float] = []
     stock: list[float] = []
     with serving(replace(selection, arm=arm), folder / "server.log") as server:
@@ -108,7 +108,7 @@ def within(selection: Selection, folder: Path, number: int) -> tuple[list[float]
         for index in range(number):
             for plain in (False, True) if index % 2 == 0 else (True, False):
                 if plain:
-                    rpc.call(server.base_url, "kvqual_plant", {"fault": f"{Path(__file__).stem}:stock_steps"})
+                    rpc.call(server.base_url, "kvqual_plant", f"{Path(__file__).stem}:stock_steps")
                 rate = one_round(server.base_url, selection, folder, f"{index}-{plain}")
                 (stock if plain else own).append(rate)
                 if plain:
