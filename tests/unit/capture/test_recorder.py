@@ -512,6 +512,27 @@ class TestInterrupts:
         assert end["failed"] == {"cancelled": 500 - end["completed"]}
 
 
+def kept(folder: Path) -> Path:
+    """A spool as a killed process leaves it: two requests, of which one had ended."""
+    head = {
+        "header": {
+            "cell": "r", "trace_sha256": None, "judgment": None, "exploratory": False, "about": {}, "mode": "closed",
+            "concurrency": 1, "timeout_ns": 5_000 * MS, "loop": "asyncio", "timer": "timerfd",
+        },
+        "wall": "2031-01-31T23:59:59Z",
+        "requests": [
+            {"request": it.request, "prompt": it.prompt, "max_tokens": 4, "intended_ns": None, "body_sha256": "a" * 64}
+            for it in trace(2, every_ns=None)
+        ],
+    }  # fmt: skip
+    spool = Spool(folder / "kept.spool", head)
+    spool.add({"index": -1, "zero": 10, "wall": "2031-01-31T23:59:59Z"}, (), ())
+    times = {"intended": 10, "dispatch": 11, "connected": 12, "send_start": 13, "send_end": 14, "end": 20}
+    spool.add({"index": 0, **times, "eof": False, "failure": None}, [15, 20], [HEAD, answer(1)[len(HEAD) :]])
+    spool.close()
+    return spool.path
+
+
 class TestDisk:
     """A disk that takes no more."""
 
@@ -552,6 +573,21 @@ class TestDisk:
         assert not out.exists()
         assert convert(out.with_suffix(".spool"), out)["completed"] == 5
 
+    @pytest.mark.parametrize("taken", [1, 500, 1_500])
+    def test_full_at_the_last_byte(self, tmp_path: Path, taken: int) -> None:
+        """A disk that is full only when the file is closed leaves no half recording either."""
+        spool, out = kept(tmp_path), tmp_path / "r.jsonl"
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (taken, before[1]))
+        try:
+            with pytest.raises(EvidenceError, match="cannot write") as caught:
+                convert(spool, out)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "\n" not in caught.value.line()
+        assert not out.exists()
+        assert convert(spool, out)["offered"] == 2
+
     def test_no_folder(self, tmp_path: Path) -> None:
         """A folder that is not there is one line."""
         with pytest.raises(EvidenceError, match="cannot write"):
@@ -568,6 +604,21 @@ class TestDisk:
         (tmp_path / "c.spool").write_bytes(data[:-3])
         with pytest.raises(EvidenceError, match="without a header"):
             SpoolReader(tmp_path / "c.spool")
+
+    def test_a_damaged_spool_is_one_line(self, tmp_path: Path) -> None:
+        """Whatever byte of a spool was changed, it is converted, or refused in one line, and leaves no recording."""
+        spool, out = kept(tmp_path), tmp_path / "r.jsonl"
+        data, refusals = spool.read_bytes(), []
+        for place in range(len(data)):
+            spool.write_bytes(data[:place] + bytes([data[place] ^ 0xA5]) + data[place + 1 :])
+            try:
+                convert(spool, out)
+                out.unlink()
+            except EvidenceError as error:
+                refusals.append(error.line())
+            assert not out.exists()
+        assert len(refusals) > len(data) // 4
+        assert not any("\n" in line for line in refusals)
 
 
 class TestSeams:
