@@ -135,6 +135,16 @@ def _between(trial: Any) -> None:
         reading["values"]["prompt_tokens"] += 7
 
 
+def _running(trial: Any) -> None:
+    """Something ran all the time."""
+    for reading in trial["counters"]:
+        reading["values"]["running"] = 1
+
+
+def _overlapping(trial: Any) -> None:
+    trial["intervals"][1]["end_ns"] += 60_000 * MS
+
+
 def _fallback(trial: Any) -> None:
     trial["dispatch"][1]["ranks"] = []
 
@@ -151,7 +161,11 @@ TRIALS: dict[str, tuple[int, Callable[[Any], None]]] = {
     "another qualified attempt": (1, _set("qualified", "native-16-65536/attempt-1")),
     "a tap left on": (2, _tap),
     "taps not read": (2, _no_taps),
+    "no intervals": (3, _set("intervals", [])),
+    "intervals that overlap": (3, _overlapping),
     "a fallback": (5, _fallback),
+    "a request that runs throughout": (7, _running),
+    "counters read once more": (7, lambda trial: trial["counters"].append(trial["counters"][-1])),
     "tokens of others": (7, _counter("generation_tokens", 5)),
     "a warm prefix": (7, _counter("prefix_cache_hits", 16)),
     "a preemption": (7, _counter("preemptions", 1)),
@@ -183,6 +197,15 @@ def _early(lines: list[Line]) -> None:
     for line in lines[1:-1]:
         line["events"][0][0] -= 5 * MS
         line["headers_ns"] -= 4 * MS
+
+
+def _before_the_warm_up(lines: list[Line]) -> None:
+    lines[0]["zero_monotonic_ns"] = 5
+
+
+def _not_settled(lines: list[Line]) -> None:
+    """As soon as the warm-up had ended, whose interval is widened in nothing."""
+    lines[0]["zero_monotonic_ns"] -= 59_800 * MS
 
 
 def _unsuccessful(lines: list[Line]) -> None:
@@ -222,6 +245,8 @@ def _error_at_the_end(lines: list[Line]) -> None:
 
 CELLS: dict[str, tuple[int, Callable[[list[Line]], None]]] = {
     "an event before sending": (17, _shifted),
+    "before the warm-up": (19, _before_the_warm_up),
+    "not settled": (19, _not_settled),
     "[DONE] removed": (17, _unsuccessful),
     "two prompts exchanged": (17, _other_prompt),
     "first tokens earlier": (19, _early),

@@ -239,6 +239,8 @@ class _Writer:
             else:
                 loads[f"cell-{name}.jsonl"] = _open(name, trace, first, self._base)
         recordings = {}
+        # Each trial on a server of its own, the loads of one a minute apart.
+        begin = block * 3_600_000 * MS
         for file, requests in loads.items():
             name = file.removesuffix(".jsonl").removeprefix("cell-")
             lines = whole(
@@ -249,6 +251,7 @@ class _Writer:
                 judgment=judgment,
                 about=about,
             )
+            lines[0]["zero_monotonic_ns"] = begin = begin + 60_000 * MS
             recordings[file] = lines
         return Made(
             recordings=recordings,
@@ -258,6 +261,7 @@ class _Writer:
                 "judgment": judgment,
                 "exploratory": False,
                 **_read_around(recordings),
+                "intervals": _intervals(recordings),
                 "dispatch": [{"when": when, "ranks": KERNELS} for when in ("before", "after")],
                 "environment": {"before": {"cpus": 2}, "after": {"cpus": 2}},
             },
@@ -446,6 +450,25 @@ def _closed(
         free = sorted([*free, line["end_ns"]])
         found.append(line)
     return found
+
+
+def _intervals(recordings: Mapping[str, Sequence[Line]]) -> list[dict[str, object]]:
+    """What the trial did when: each load within an interval of its own."""
+    spans = {
+        file.removesuffix(".jsonl").replace("cell-", "measurement "): (
+            lines[0]["zero_monotonic_ns"],
+            lines[0]["zero_monotonic_ns"] + lines[-1]["end_ns"],
+        )
+        for file, lines in recordings.items()
+    }
+    first, last = min(begin for begin, _ in spans.values()), max(end for _, end in spans.values())
+    around = [
+        ("qualification", (first - 40 * MS, first - 30 * MS)),
+        ("profiling", (first - 20 * MS, first - 10 * MS)),
+        *spans.items(),
+        ("profiling", (last + 20 * MS, last + 30 * MS)),
+    ]
+    return [{"name": name, "begin_ns": begin - MS, "end_ns": end + MS} for name, (begin, end) in around]
 
 
 def _read_around(recordings: Mapping[str, Sequence[Line]]) -> dict[str, object]:

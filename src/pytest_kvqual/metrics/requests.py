@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Final, NoReturn
 
 from pytest_kvqual._decode import describe
@@ -261,6 +262,33 @@ def figures(record: Mapping[str, object]) -> RequestFigures:
         per_event=tuple(count for _, count in stream.arrivals),
         gaps_ns=tuple(gaps),
     )
+
+
+def disorder(record: Mapping[str, object]) -> str | None:
+    """Where the moments of a recorded request do not follow each other, in words; None where they do.
+
+    Intended, dispatch, admission, connected, send start, send end; and send start, header, each event, end. A moment
+    that was not reached is passed over, as is a request that was never dispatched.
+
+    Raises:
+        EvidenceError: Its events cannot be decoded.
+    """
+    if record["dispatch_ns"] is None:
+        return None
+    sending = ("intended_ns", "dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns")
+    events = [(f"events[{place}]", at) for place, (at, _) in enumerate(events_of(record, origin="events"))]
+    end = ("end_ns", _time(record, "end_ns"))
+    # What answers may come before all was sent.
+    chains = (
+        [*((key, _time(record, key)) for key in sending), end],
+        [("send_start_ns", _time(record, "send_start_ns")), ("headers_ns", _time(record, "headers_ns")), *events, end],
+    )
+    for chain in chains:
+        known = [(key, at) for key, at in chain if at is not None]
+        for (first, before), (second, after) in pairwise(known):
+            if after < before:
+                return f"found {second} at {after}, expected at least {before} of {first}"
+    return None
 
 
 def _time(record: Mapping[str, object], key: str) -> int | None:

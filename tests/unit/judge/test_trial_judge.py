@@ -82,7 +82,8 @@ def each(records: Records, cell: str, change: Callable[[dict[str, Any]], None]) 
 
 def late(line: dict[str, Any]) -> None:
     """A dispatch 2 ms after the intended arrival: twice what the rules allow of a TTFT of 100 ms."""
-    line["dispatch_ns"] += 2 * MS
+    for key in ("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "headers_ns"):
+        line[key] += 2 * MS
 
 
 def with_error(records: Records) -> None:
@@ -128,6 +129,11 @@ def line(cell: str, place: int, key: str, value: object) -> Callable[[Records], 
     return lambda it: it.recordings[cell][place].update({key: value})
 
 
+def counters(change: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
+    """Every reading of the counters changed alike, so that none of them moved."""
+    return lambda it: it.from_on("before-warm-up", change)  # type: ignore[arg-type] # what it returns is not looked at
+
+
 def unlike(key: str) -> Callable[[Records], None]:
     """Another value of the server's identity."""
     return lambda it: it.identity["ranks"][0].update({key: "other"})
@@ -158,6 +164,18 @@ BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
     "another prompt": (3, line("closed", 2, "prompt", "m0")),
     "another limit": (3, line("open", 2, "max_tokens", 5)),
     "an error as a success": (3, with_error),
+    "sent after its answer": (3, line("open", 1, "send_start_ns", 101 * MS)),
+    "connected before its dispatch": (3, line("closed", 2, "connected_ns", -1)),
+    "a header after its event": (3, line("open", 1, "headers_ns", 101 * MS)),
+    "ended before its last event": (3, line("open", 1, "end_ns", 0)),
+    "events that go back": (3, lambda it: it.recordings["warm-up"][1]["events"][1].__setitem__(0, 99 * MS)),
+    "no intervals": (3, lambda it: it.trial.pop("intervals")),
+    "an interval left out": (3, lambda it: it.trial["intervals"].pop(1)),
+    "an interval without an end": (3, lambda it: it.trial["intervals"][1].pop("end_ns")),
+    "intervals that overlap": (3, lambda it: it.trial["intervals"][1].update(end_ns=180_000 * MS)),
+    "a load before its interval": (3, header("open", "zero_monotonic_ns", 5)),
+    "a load after its interval": (3, header("closed", "zero_monotonic_ns", 10**15)),
+    "a cell that did not settle": (3, lambda it: setattr(it, "rules", replace(it.rules, settle_s=60.0))),
     "a cell's prompt in the warm-up": (3, lambda it: it.recordings["warm-up"][1].update(prompt="m1")),
     "half of the requests failed": (4, lambda it: fail(it, "open", 0, 1, 5)),
     "a warm-up request failed": (4, lambda it: fail(it, "warm-up", 0)),
@@ -174,6 +192,10 @@ BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
     "foreign prompts": (7, counter("after closed", "prompt_tokens", 9)),
     "a preemption": (7, counter("after open", "preemptions", 1)),
     "a warm prefix": (7, counter("after open", "prefix_cache_hits", 16)),
+    "a request that runs throughout": (7, counters(lambda values: values.update(running=1))),
+    "a request that waits throughout": (7, counters(lambda values: values.update(waiting=2))),
+    "no word of what runs": (7, counters(lambda values: values.pop("running"))),
+    "counters read once more": (7, lambda it: it.trial["counters"].append(dict(it.trial["counters"][-1]))),
     "another tokenizer": (7, other_prompt_tokens),
     "another answer": (8, other_token),
     "no serial reference": (8, lambda it: expecting(it, reference=[])),
@@ -194,6 +216,16 @@ def test_a_rule_broken_alone_is_found_under_that_rule(name: str) -> None:
     verdict = records.judge(faults=("trial-of-another-plan",))
     assert rules_of(verdict) == {rule}
     assert verdict.outcome is not Outcome.PASS
+
+
+@pytest.mark.parametrize(
+    ("failed", "share", "offered", "found"),
+    [(29, 0.29, 100, False), (30, 0.29, 100, True), (0, 0.0, 7, False), (1, 0.0, 7, True), (57, 0.57, 100, False),
+     (7, 0.07, 100, False), (8, 0.07, 100, True), (5, 1.0, 5, False)],
+)  # fmt: skip
+def test_a_share_is_the_decimal_that_it_prints_as(failed: int, share: float, offered: int, found: bool) -> None:
+    """29 of 100 requests are 0.29 of them, though 0.29 * 100 is less than 29 in float64."""
+    assert trial.too_many(failed, share, offered) is found
 
 
 def test_failures_within_the_share_pass() -> None:
