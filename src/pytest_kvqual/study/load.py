@@ -72,6 +72,9 @@ CONDITIONS: Final = (
     "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
     "prefix-hit", "resumed", "padding",
 )  # fmt: skip
+#: Bounds of a timing plan: what nobody can run in a lifetime is a slip of the pen.
+_MOST_BLOCKS, _MOST_REQUESTS, _LONGEST_S = 1_000, 1_000_000, 86_400.0
+_WARM_UP = "warm-up"
 #: The gates that time; each must say ``timing = true``.
 TIMING_GATES: Final = ("fidelity", "trial", "superiority")
 #: The timing gate of a run with --block, and that of a run without: each rests on the other's work, never on its own.
@@ -641,11 +644,11 @@ def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
         table.fail("comparisons", "no comparison", "at least one")
     return TimingRules(
         arms=timed,
-        blocks=table.integer("blocks", minimum=1),
+        blocks=table.integer("blocks", minimum=1, maximum=_MOST_BLOCKS),
         null_arm=table.choice("null_arm", timed),
-        null_pairs=table.integer("null_pairs", minimum=1),
-        warm_up=table.integer("warm_up", minimum=1),
-        settle_s=table.number("settle_s", minimum=0.0),
+        null_pairs=table.integer("null_pairs", minimum=1, maximum=_MOST_BLOCKS),
+        warm_up=table.integer("warm_up", minimum=1, maximum=_MOST_REQUESTS),
+        settle_s=table.number("settle_s", minimum=0.0, maximum=_LONGEST_S),
         cells=cells,
         comparisons=tuple(_comparison(it, timed, cells) for it in comparisons),
         alpha=_share(table, "alpha"),
@@ -671,7 +674,7 @@ def _made(table: Table, key: str, directory: Path) -> Path:
     """A file of the study's folder that a command writes: it need not be there yet, and `kvqual freeze` asks for it."""
     name = table.string(key)
     path = _absolute(name, directory)
-    if not path.is_relative_to(directory) or path == directory:
+    if not path.is_relative_to(directory) or path == directory or "\0" in name:
         table.fail(key, f"'{name}'", f"a path inside {directory}")
     return path
 
@@ -686,9 +689,12 @@ def _cell(table: Table, directory: Path) -> Cell:
         table.fail("seed", f"a seed of {arrivals} arrivals", "none: nothing is drawn")
     if table.has("rate") and arrivals == "file":
         table.fail("rate", "a rate of arrivals from a file", "none: the file says when")
-    requests = table.integer("requests", minimum=1)
+    requests = table.integer("requests", minimum=1, maximum=_MOST_REQUESTS)
+    name = table.string("name", pattern=r"[a-z][a-z0-9-]*", form="lower-case letters, digits and '-'")
+    if name == _WARM_UP:
+        table.fail("name", f"'{name}'", "another name: so is the load before the cells called")
     return Cell(
-        name=table.string("name", pattern=r"[a-z][a-z0-9-]*", form="lower-case letters, digits and '-'"),
+        name=name,
         mode="open" if mode == "open" else "closed",
         arrivals=cast('Literal["constant", "poisson", "file"] | None', arrivals),
         rate=_above_zero(table, "rate", "requests/s") if arrivals in ("constant", "poisson") else None,
@@ -696,7 +702,7 @@ def _cell(table: Table, directory: Path) -> Cell:
         concurrency=table.integer("concurrency", minimum=1, maximum=requests) if mode == "closed" else None,
         requests=requests,
         canaries=table.integer("canaries", minimum=0, maximum=requests - 1),
-        max_tokens=table.integer("max_tokens", minimum=2),
+        max_tokens=table.integer("max_tokens", minimum=2, maximum=_MOST_REQUESTS),
         trace=_made(table, "trace", directory),
     )
 
