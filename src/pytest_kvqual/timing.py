@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -152,10 +153,16 @@ class Timing:
             ) from None
         except OSError as error:
             raise EvidenceError(f"cannot write {marker}: {error.strerror or error}") from error
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pretty_bytes(document))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pretty_bytes(document))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            # Nothing was timed: the block is as it was.
+            with suppress(OSError):
+                marker.unlink()
+            raise EvidenceError(f"cannot write {marker}: {error.strerror or error}") from error
 
     # -- the gates ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.synchronize import Barrier
@@ -18,7 +19,7 @@ from pytest_kvqual import cli
 from pytest_kvqual import timing as module
 from pytest_kvqual.attempt import Activity, Attempt
 from pytest_kvqual.campaign import Campaign
-from pytest_kvqual.errors import CaptureError, KvqualError, RefusedError, StudyError
+from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, StudyError
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.judge.verdict import Outcome, Verdict
@@ -230,6 +231,21 @@ def test_a_refused_permit_claims_nothing(make: Make, measured: list[int]) -> Non
     assert not campaign.run_dir.exists()
     assert measured == []
     campaign.refusal = None
+    timing.judge("trial")
+
+
+def test_a_mark_that_cannot_be_written_claims_nothing(make: Make, measured: list[int]) -> None:
+    """A disk that is full when the mark is written is one line; nothing is run, and the trial may still be made."""
+    campaign, timing = make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(EvidenceError, match=rf"^cannot write [^\n]*{MARK}: File too large$"):
+            timing._claim(1, "candidate-16-65536/attempt-1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert measured == []
+    assert list((campaign.run_dir / "claims" / "candidate-16-65536").iterdir()) == []
     timing.judge("trial")
 
 
