@@ -23,7 +23,7 @@ import pytest
 from raw_server import HEAD, LAST, Handler, Peer, RawServer, answer, chunk, completing, event, events, serving
 
 from pytest_kvqual._canonical import canonical_bytes, sha256_bytes
-from pytest_kvqual.capture import _schedule, recorder
+from pytest_kvqual.capture import _schedule, _transport, recorder
 from pytest_kvqual.capture._spool import Spool, SpoolReader
 from pytest_kvqual.capture.recorder import Load, Offered, Seams, convert, replay
 from pytest_kvqual.errors import CaptureError, EvidenceError
@@ -312,6 +312,21 @@ class TestFailures:
         kind, line = failure_of(replying(*parts, then=hang), tmp_path / "r.jsonl", timeout_s=0.2, loop=loop)
         assert kind == "timeout"
         assert 190 * MS < line["end_ns"] - line["dispatch_ns"] < 600 * MS
+
+    def test_an_endless_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
+        """A server that never stops sending is a failure at the largest response, and not the end of the memory."""
+        monkeypatch.setattr(_transport, "RESPONSE_LIMIT", 1 << 20)
+
+        def handle(peer: Peer) -> None:
+            if peer.request() is not None:
+                peer.send(HEAD)
+                while not peer.server.stopped.is_set():
+                    peer.send(chunk(b": ping\n\n" * 8_000))
+
+        kind, line = failure_of(handle, tmp_path / "r.jsonl", loop=loop)
+        assert kind == "transport"
+        assert line["failure"]["text"] == "found a response of more than 1048576 bytes"
+        assert 1_000_000 < len(body_of(line)) < 3_000_000
 
     def test_refused(self, tmp_path: Path, loop: Loop) -> None:
         """Nobody listens: each request is a failure, none raises, in both modes."""
