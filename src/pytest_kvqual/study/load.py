@@ -73,7 +73,7 @@ CONDITIONS: Final = (
     "prefix-hit", "resumed", "padding",
 )  # fmt: skip
 #: Bounds of a timing plan: what nobody can run in a lifetime is a slip of the pen.
-_MOST_BLOCKS, _MOST_REQUESTS, _LONGEST_S = 1_000, 1_000_000, 86_400.0
+_MOST_BLOCKS, _MOST_REQUESTS, _LONGEST_S, _MOST_TTFT_MS = 1_000, 1_000_000, 86_400.0, 60_000.0
 _WARM_UP = "warm-up"
 #: The gates that time; each must say ``timing = true``.
 TIMING_GATES: Final = ("fidelity", "trial", "superiority")
@@ -639,6 +639,9 @@ def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
     for index, cell in enumerate(cells):
         if any(cell.name == other.name or cell.trace == other.trace for other in cells[:index]):
             table.fail(f"cells[{index}]", f"the name or trace of another cell in '{cell.name}'", "its own")
+    if not any(cell.canaries for cell in cells):
+        # A trial without one cannot show that its answers are right, and would not pass.
+        table.fail("cells", "no canary in any cell", "at least one", advice="set canaries of a cell")
     comparisons = table.tables("comparisons", known=_COMPARISON)
     if not comparisons:
         table.fail("comparisons", "no comparison", "at least one")
@@ -655,12 +658,20 @@ def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
         confidence=_share(table, "confidence"),
         practical=_share(table, "practical"),
         lateness_fraction=_share(table, "lateness_fraction"),
-        server_ttft_ms=_above_zero(table, "server_ttft_ms", "ms"),
+        server_ttft_ms=_server_ttft(table),
         failed_share=table.number("failed_share", minimum=0.0, maximum=1.0),
         cold=table.boolean("cold"),
         panel=_file(table, "panel", table.string("panel"), directory, "the timing panel"),
         plan=_made(table, "plan", directory),
     )
+
+
+def _server_ttft(table: Table) -> float:
+    """A limit that the seeded slow client exceeds."""
+    value = _above_zero(table, "server_ttft_ms", "ms")
+    if value > _MOST_TTFT_MS:
+        table.fail("server_ttft_ms", f"{value:g}", f"at most {_MOST_TTFT_MS:g} ms")
+    return value
 
 
 def _share(table: Table, key: str) -> float:
@@ -689,7 +700,8 @@ def _cell(table: Table, directory: Path) -> Cell:
         table.fail("seed", f"a seed of {arrivals} arrivals", "none: nothing is drawn")
     if table.has("rate") and arrivals == "file":
         table.fail("rate", "a rate of arrivals from a file", "none: the file says when")
-    requests = table.integer("requests", minimum=1, maximum=_MOST_REQUESTS)
+    # Of a closed loop the first N are the burst: without one more there is no figure of the steady state.
+    requests = table.integer("requests", minimum=2 if mode == "closed" else 1, maximum=_MOST_REQUESTS)
     name = table.string("name", pattern=r"[a-z][a-z0-9-]*", form="lower-case letters, digits and '-'")
     if name == _WARM_UP:
         table.fail("name", f"'{name}'", "another name: so is the load before the cells called")
@@ -699,7 +711,7 @@ def _cell(table: Table, directory: Path) -> Cell:
         arrivals=cast('Literal["constant", "poisson", "file"] | None', arrivals),
         rate=_above_zero(table, "rate", "requests/s") if arrivals in ("constant", "poisson") else None,
         seed=table.string("seed") if arrivals == "poisson" else None,
-        concurrency=table.integer("concurrency", minimum=1, maximum=requests) if mode == "closed" else None,
+        concurrency=table.integer("concurrency", minimum=1, maximum=requests - 1) if mode == "closed" else None,
         requests=requests,
         canaries=table.integer("canaries", minimum=0, maximum=requests - 1),
         max_tokens=table.integer("max_tokens", minimum=2, maximum=_MOST_REQUESTS),
