@@ -17,7 +17,11 @@ from timed_run import Made, TimedRun, write_timed_run
 
 from pytest_kvqual._canonical import sha256_file
 from pytest_kvqual.audit.auditor import Options, Result, audit, lines
+from pytest_kvqual.audit.trials import body_of
+from pytest_kvqual.capture.timing import offered_of, warm_up_of
 from pytest_kvqual.judge.verdict import Outcome
+from pytest_kvqual.study.panels import PanelItem
+from pytest_kvqual.study.trace import Trace, TraceRequest
 
 STEM = "candidate-16-65536"
 
@@ -243,8 +247,14 @@ def _error_at_the_end(lines: list[Line]) -> None:
     lines[1]["events"].append([lines[1]["events"][-1][0], error])
 
 
+def _other_body(lines: list[Line]) -> None:
+    """The body of one request was that of the next one."""
+    lines[1]["body_sha256"] = lines[2]["body_sha256"]
+
+
 CELLS: dict[str, tuple[int, Callable[[list[Line]], None]]] = {
     "an event before sending": (17, _shifted),
+    "another body": (19, _other_body),
     "before the warm-up": (19, _before_the_warm_up),
     "not settled": (19, _not_settled),
     "[DONE] removed": (17, _unsuccessful),
@@ -265,6 +275,44 @@ def test_a_damaged_recording_is_found(name: str, timed: TimedRun, tmp_path: Path
     campaign.cell(change)
     campaign.seal()
     assert check in {finding.check for finding in campaign.audited().report.findings}
+
+
+def test_a_recording_of_another_trial_is_found(timed: TimedRun, tmp_path: Path) -> None:
+    """The recording of an earlier block, made to name this one: its requests were those of another attempt."""
+    campaign = Campaign(timed, tmp_path / "run")
+    earlier = to_lines((campaign.place(1) / "cell-open.jsonl").read_bytes())
+
+    def copied(lines: list[Line]) -> None:
+        lines[1:] = earlier[1:]
+
+    campaign.cell(copied)
+    campaign.seal()
+    texts = [finding.text for finding in campaign.audited().report.of(19)]
+    assert any("rule 3: open, open-0000: body_sha256" in text for text in texts), texts
+
+
+def test_the_audit_knows_what_a_timed_request_sends() -> None:
+    """Its body of a request, of a cell or of the warm-up, has the bytes that the recorder sends."""
+    items = [
+        PanelItem(id=f"m{place}", prompt=(7, place, 49_151), targets=(), max_tokens=3, grade="measured")
+        for place in range(3)
+    ]
+    of = {item.id: item for item in items}
+    trace = Trace(
+        cell="open", mode="closed", arrivals=None, rate=None, seed=None, concurrency=1, panel_sha256="0" * 64,
+        requests=tuple(
+            TraceRequest(request=f"open-{place:04d}", intended_ns=None, prompt=item.id, max_tokens=3)
+            for place, item in enumerate(items)
+        ),
+    )  # fmt: skip
+    for offered in (
+        *offered_of(trace, of, model="a/b \u00e9", tag="candidate-16-65536-attempt-2"),
+        *warm_up_of(items, model="a/b \u00e9", tag="candidate-16-65536-attempt-2", max_tokens=5),
+    ):
+        assert offered.body == body_of(
+            list(of[offered.prompt].prompt), model="a/b \u00e9", max_tokens=offered.max_tokens,
+            request_id=f"{'candidate-16-65536/attempt-2'.replace('/', '-')}-{offered.request}",
+        )  # fmt: skip
 
 
 PILOT = f"pilot-{STEM}"

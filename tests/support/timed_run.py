@@ -20,6 +20,7 @@ from recordings import MS, Line, answer, request, to_bytes, whole
 from tiny_study import TOKENIZER, TinyStudy
 
 from pytest_kvqual._canonical import canonical_bytes, digest, pretty_bytes, sha256_bytes, sha256_file
+from pytest_kvqual.capture.timing import body_of
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.faults.trial import FAULTS
@@ -149,6 +150,7 @@ class _Writer:
         self.data = data
         self.receipts: dict[str, dict[str, str]] = {}
         self._last = ""
+        self._tag = ""
 
     def write(self, change: Change, faster: bool) -> TimedRun:
         files = {"panels/timing.json": _panel(), "plans/16.json": self.plan.to_bytes()}
@@ -159,6 +161,7 @@ class _Writer:
         number = dict.fromkeys(ARMS, 1)
         for arm, block in plans.trials(self.plan):
             number[arm] += 1
+            self._tag = f"{arm}-{LENGTH}-{CACHE_BYTES}-attempt-{number[arm]}"
             made = self._made(run, arm, block, faster)
             change(arm, block, made)
             found.attempts[arm, block] = self._attempt(run, arm, block, made)
@@ -238,6 +241,13 @@ class _Writer:
                 loads[f"cell-{name}.jsonl"] = _closed(name, asked, trace.concurrency, first, self._base)
             else:
                 loads[f"cell-{name}.jsonl"] = _open(name, trace, first, self._base)
+        for line in (line for requests in loads.values() for line in requests):
+            prompt = next(item.prompt for item in self.panel.items if item.id == line["prompt"])
+            body = body_of(
+                prompt, model=self.study.model.name, request_id=f"{self._tag}-{line['request']}",
+                max_tokens=line["max_tokens"],
+            )  # fmt: skip
+            line["body_sha256"] = sha256_bytes(body)
         recordings = {}
         # Each trial on a server of its own, the loads of one a minute apart.
         begin = block * 3_600_000 * MS

@@ -6,6 +6,7 @@ kernels ran and what the server counted stand as the worker and the server said.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -364,6 +365,7 @@ def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: 
             for request in one.requests:
                 if request.failure is None and request.stream.failure is not None:
                     own.find(3, f"{name}, {request.name}: found completed, expected {request.stream.failure}")
+            _bodies(run, own, plan, attempt, name)
             prompts = [request.prompt for request in one.requests]
             if name != WARM_UP:
                 sent |= set(prompts)
@@ -372,6 +374,39 @@ def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: 
             failed, allowed = sum(one.failed.values()), Fraction(0) if name == WARM_UP else plan.share("failed_share")
             if failed > allowed * len(prompts):
                 own.find(4, f"{name}: found {failed} of {len(prompts)} requests failed, expected {allowed} of them")
+
+
+def body_of(prompt: Sequence[object], *, model: object, request_id: str, max_tokens: object) -> bytes:
+    """What a timed request sends: a greedy completion of exactly so many tokens, streamed with token ids and usage."""
+    document = {
+        "model": model,
+        "request_id": request_id,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _bodies(run: Run, own: Objections, plan: Plan, attempt: Attempt, name: str) -> None:
+    """Rule 3: what was sent is what the panel has under the prompt's name, as a request of this attempt."""
+    model, stem = run.frozen.part("model").get("name"), attempt.name.replace("/", "-")
+    file = f"{WARM_UP}.jsonl" if name == WARM_UP else f"cell-{name}.jsonl"
+    with run.tree.open(*_path(attempt), file) as source:
+        for line in source:
+            document = table(parse(line), file)
+            if document.get("kind") != "request":
+                continue
+            request, prompt = str(document.get("request")), plan.prompts.get(str(document.get("prompt")))
+            body = None if prompt is None else body_of(
+                prompt, model=model, request_id=f"{stem}-{request}", max_tokens=document.get("max_tokens")
+            )  # fmt: skip
+            if body is None or document.get("body_sha256") != sha256(body):
+                own.find(3, f"{name}, {request}: body_sha256: found that of another body than its prompt makes here")
 
 
 def _apart(own: Objections, plan: Plan, trial: Mapping[str, object], found: Trial) -> None:
@@ -519,7 +554,7 @@ def _counted(own: Objections, plan: Plan, trial: Mapping[str, object], found: Tr
             if ended < completed or (not lost and ended != completed):
                 own.find(7, f"{name}: found {ended} requests ended on the server, expected {completed} as completed")
             for request in one.requests:
-                counted, asked = request.stream.prompt_tokens, plan.prompts.get(request.prompt)
+                counted, asked = request.stream.prompt_tokens, len(plan.prompts.get(request.prompt, ()))
                 if request.failure is None and counted != asked:
                     own.find(7, f"{name}, {request.name}: found {counted} prompt tokens, expected {asked} of the panel")
             wanted = {
