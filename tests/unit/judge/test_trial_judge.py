@@ -17,7 +17,7 @@ from recorded import MS, event
 from trial_records import PARITY, TIMED, Records, expecting, good
 
 from pytest_kvqual._canonical import canonical_bytes
-from pytest_kvqual.faults.trial import FAULTS
+from pytest_kvqual.faults.trial import FAULTS, faults_of
 from pytest_kvqual.judge.gates import trial
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 
@@ -160,6 +160,7 @@ BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
     "no rank": (2, lambda it: it.trial["taps"][5].update(ranks=[])),
     "a reading of taps left out": (2, lambda it: it.trial["taps"].pop(2)),
     "another trace": (3, header("open", "trace_sha256", "0" * 64)),
+    "another concurrency": (3, header("closed", "concurrency", 3)),
     "another arrival": (3, line("open", 2, "intended_ns", 499 * MS)),
     "another prompt": (3, line("closed", 2, "prompt", "m0")),
     "another limit": (3, line("open", 2, "max_tokens", 5)),
@@ -240,11 +241,36 @@ def test_failures_within_the_share_pass() -> None:
 
 
 def test_a_warm_plan_may_find_prefixes() -> None:
-    """Only a cold plan forbids them; its seeded fault then has nothing to say, and no rule is broken."""
+    """Only a cold plan forbids them; of the seeded faults, that of a warm prefix is then none."""
     records = good()
     records.rules = replace(records.rules, cold=False)
     counter("after open", "prefix_cache_hits", 16)(records)
-    assert records.judge(faults=("preempted",)).outcome is Outcome.PASS
+    verdict = records.judge(faults=faults_of(cold=False))
+    assert (verdict.outcome, verdict.findings) == (Outcome.PASS, ())
+    assert set(faults_of(cold=True)) - set(faults_of(cold=False)) == {"warm-prefix"}
+    assert faults_of(cold=True) == tuple(FAULTS)
+
+
+def test_a_difference_at_the_limit_is_not_above_it() -> None:
+    """The server's mean is 150 ms, the client's 100 ms and the limit 50 ms; in float64 they are further apart."""
+    records = good()
+    counter("after open", "ttft_sum_s", 0.3)(records)
+    before, after = (records.values(when)["ttft_sum_s"] for when in ("before open", "after open"))
+    assert abs((after - before) * 1e3 / 6 - 100) > 50
+    verdict = records.judge()
+    assert (verdict.outcome, verdict.findings) == (Outcome.PASS, ())
+
+
+@pytest.mark.parametrize("value", [[], {}, [[1]], None])
+def test_addresses_of_any_kind_are_compared_by_which_layers_share_one(value: object) -> None:
+    """Another process has other addresses; what they are made of does not matter."""
+    records = good()
+    shared = {"name": "a", "storage_id": 5}
+    expecting(records, identity=[{**records.identity["ranks"][0], "layers": [shared, shared]}])
+    records.identity["ranks"][0]["layers"] = [{"name": "a", "storage_id": value}] * 2
+    assert records.judge().outcome is Outcome.PASS
+    records.identity["ranks"][0]["layers"] = [{"name": "a", "storage_id": it} for it in (value, 6)]
+    assert rules_of(records.judge()) == {6}
 
 
 @pytest.mark.parametrize("faults", [(), ("no-such-fault",)])

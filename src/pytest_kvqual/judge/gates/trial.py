@@ -303,6 +303,9 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
 def _as_traced(own: Objections, recording: Recording, trace: Trace, digest: str, name: str) -> None:
     if recording.header.get("trace_sha256") != digest:
         own.find(3, f"{name}: trace_sha256: found {recording.header.get('trace_sha256')!r}, expected {digest}")
+    for key, load in (("mode", trace.mode), ("concurrency", trace.concurrency)):
+        if recording.header.get(key) != load:
+            own.find(3, f"{name}: {key}: found {recording.header.get(key)!r}, expected {load!r} as in the trace")
     if len(recording.requests) != len(trace.requests):
         own.find(3, f"{name}: found {len(recording.requests)} requests, expected {len(trace.requests)} as in the trace")
         return
@@ -436,9 +439,9 @@ def _placeless(value: object) -> object:
     """A part of an identity with addresses replaced by which layers share a storage: a fresh process has others."""
     if not isinstance(value, list):
         return value
-    known: dict[object, int] = {}
+    known: dict[str, int] = {}
     return [
-        {**it, "storage_id": known.setdefault(it.get("storage_id"), len(known))} if isinstance(it, Mapping) else it
+        {**it, "storage_id": known.setdefault(repr(it.get("storage_id")), len(known))} if isinstance(it, Mapping) else it
         for it in value
     ]
 
@@ -582,11 +585,16 @@ def _server_ttft(own: Objections, rules: TimingRules, trial: Mapping[str, object
             10, f"{name}: found {count} first tokens on the server, expected {len(own_mean)} as the client received"
         )
         return
-    server_ms = (float(sums[1]) - float(sums[0])) * 1e3 / count  # type: ignore[arg-type]  # checked above
-    client_ms = float(Fraction(sum(own_mean), len(own_mean))) / 1e6
-    if not abs(client_ms - server_ms) <= rules.server_ttft_ms:
+    try:
+        first, last = (Fraction(str(value)) for value in sums)
+    except ValueError:
+        raise EvidenceError(f"trial.json: counter ttft_sum_s: found {sums!r}, expected finite numbers") from None
+    # Exact, as the decimals that were read: a difference at the limit is at the limit.
+    server_ms, client_ms = (last - first) * 1000 / count, Fraction(sum(own_mean), len(own_mean) * 10**6)
+    if not abs(client_ms - server_ms) <= Fraction(str(rules.server_ttft_ms)):
         own.find(
-            10, f"{name}: found a mean TTFT of {client_ms:.1f} ms at the client and {server_ms:.1f} ms at the server, "
+            10, f"{name}: found a mean TTFT of {float(client_ms):.1f} ms at the client and {float(server_ms):.1f} ms "
+            "at the server, "
             f"expected at most {rules.server_ttft_ms:g} ms between them: the client or the way to it is the bound"
         )  # fmt: skip
 
