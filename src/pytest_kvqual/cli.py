@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     from pytest_kvqual.audit.command import add_arguments as add_audit_arguments
-    from pytest_kvqual.audit.recording import add_arguments as add_verify_arguments
+    from pytest_kvqual.audit.verify import add_arguments as add_verify_arguments
 
     parser = argparse.ArgumentParser(prog="kvqual", description="Qualification of KV-cache changes of vLLM.")
     parser.add_argument("--version", action="version", version=f"kvqual {__version__}")
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     study_of(trace)
     trace.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
     trace.add_argument(
-        "--arrivals", action="append", default=[], metavar="CELL=FILE",
+        "--arrivals", action="append", default=[], metavar="[LENGTH:]CELL=FILE",
         help="the arrivals of a cell of kind file: one a line, in whole nanoseconds",
     )  # fmt: skip
     plan = command(
@@ -134,6 +134,11 @@ def _trace(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import plan_command, trial_lines
 
+    if args.trials is not None and args.check:
+        raise StudyError(
+            f"--trials: found --check beside '{args.trials}', expected one of them: --trials checks the plan of its "
+            "length by itself"
+        )
     if args.trials is not None:
         for line in trial_lines(args.study, args.trials):
             print(line)
@@ -177,7 +182,7 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from pytest_kvqual.audit.recording import run
+    from pytest_kvqual.audit.verify import run
 
     return run(args)
 

@@ -93,7 +93,12 @@ class Timing:
         from pytest_kvqual.study.plan import check
 
         rules, tokens = self.rules(), self._campaign.selection.length.tokens
-        return check(_read(rules.plan), self._campaign.study, tokens, self._traces(), origin=str(rules.plan))
+        return check(self._plan_bytes(), self._campaign.study, tokens, self._traces(), origin=str(rules.plan))
+
+    def _plan_bytes(self) -> bytes:
+        from pytest_kvqual.study.timing_files import read_file
+
+        return read_file(self.rules().plan, "run `kvqual trace`, `kvqual plan` and `kvqual freeze`")
 
     def _traces(self) -> dict[str, bytes]:
         from pytest_kvqual.study.timing_files import read_traces
@@ -124,7 +129,7 @@ class Timing:
                 f"--block: found {block}, expected a block of the plan in which {arm} is timed: "
                 f"{', '.join(map(str, of_arm))}"
             )
-        marker = self._marker(block)
+        marker = self._marker(self._campaign.own_scope(), block)
         if marker.exists():
             raise RefusedError(
                 f"block {block} of {arm}: found {marker}, the mark of an earlier attempt at it, expected none: a block "
@@ -132,10 +137,9 @@ class Timing:
                 advice="what it recorded is kept; a new campaign needs a new --run-dir",
             )
 
-    def _marker(self, block: int) -> Path:
-        campaign, scope = self._campaign, self._campaign.own_scope()
-        folder = f"{campaign.prefix}{scope.arm}-{scope.length}-{scope.cache_bytes}"
-        return campaign.run_dir / "claims" / folder / f"{scope.lock[:16]}-block-{block}.json"
+    def _marker(self, scope: Scope, block: int) -> Path:
+        folder = f"{self._campaign.prefix}{scope.arm}-{scope.length}-{scope.cache_bytes}"
+        return self._campaign.run_dir / "claims" / folder / f"{scope.lock[:16]}-block-{block}.json"
 
     def _claim(self, block: int, attempt: str) -> None:
         """Make the mark of the one attempt at a block.
@@ -144,7 +148,8 @@ class Timing:
             RefusedError: It is there already.
             EvidenceError: It cannot be written.
         """
-        marker, scope = self._marker(block), self._campaign.own_scope()
+        scope = self._campaign.own_scope()
+        marker = self._marker(scope, block)
         document = {"schema": 1, "block": block, "attempt": attempt, "scope": scope.to_dict(), "claimed": wall_utc()}
         try:
             marker.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +271,7 @@ class Timing:
             "arm": campaign.selection.arm.name,
             "length": campaign.selection.length.tokens,
             "block": block,
-            "plan_sha256": sha256_bytes(_read(rules.plan)),
+            "plan_sha256": sha256_bytes(self._plan_bytes()),
             "qualified": qualified.name,
         }
         run_trial(
@@ -307,7 +312,7 @@ class Timing:
             arm=scope.arm,
             length=scope.length,
             block=block,
-            plan_sha256=sha256_bytes(_read(rules.plan)),
+            plan_sha256=sha256_bytes(self._plan_bytes()),
             judgment=judgment_of(campaign.study, "trial", scope, standing.requires()),
             traces=traces,
             trace_sha256={name: sha256_bytes(data) for name, data in traces.items()},
@@ -380,13 +385,12 @@ class Timing:
         from pytest_kvqual._decode import parse_json
         from pytest_kvqual.evidence.layout import attempts
         from pytest_kvqual.evidence.reader import Reader
+        from pytest_kvqual.study.timing_files import read_file
 
-        campaign = self._campaign
-        folder = f"{campaign.prefix}{scope.arm}-{scope.length}-{scope.cache_bytes}"
-        marker = campaign.run_dir / "claims" / folder / f"{scope.lock[:16]}-block-{block}.json"
+        campaign, marker = self._campaign, self._marker(scope, block)
         claimed = ""
         if marker.exists():
-            document = parse_json(_read(marker), origin=str(marker), error=EvidenceError)
+            document = parse_json(read_file(marker, ""), origin=str(marker), error=EvidenceError)
             claimed = str(document.get("attempt")) if isinstance(document, dict) else ""
         found = []
         for path in attempts(campaign.run_dir, scope.arm, scope.length, scope.cache_bytes, campaign.prefix):
@@ -451,14 +455,3 @@ def _judgment_in(reader: Reader) -> object:
     from pytest_kvqual.metrics.recording import read_recording
 
     return read_recording(reader.data(_FIRST_CASE), origin=f"{reader.name}/{_FIRST_CASE}").header["judgment"]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise StudyError(
-            f"found no file {path}, expected it", advice="run `kvqual trace`, `kvqual plan` and `kvqual freeze`"
-        ) from None
-    except OSError as error:
-        raise StudyError(f"cannot read {path}: {error.strerror}") from None

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from recordings import DONE, MS, chunk, failure, request, to_bytes, usage, whole
 
-from pytest_kvqual.audit.recording import read_stream, verify
+from pytest_kvqual.audit.recomputed import verify
+from pytest_kvqual.audit.recorded import read_stream
 from pytest_kvqual.capture.fidelity import body, known_server
 from pytest_kvqual.capture.recorder import Load, Offered, replay
 from pytest_kvqual.metrics.recording import read_recording

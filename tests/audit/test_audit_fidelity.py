@@ -16,7 +16,7 @@ from pytest_kvqual.audit import fidelity
 from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import Tree
-from pytest_kvqual.audit.recording import verify
+from pytest_kvqual.audit.recomputed import verify
 from pytest_kvqual.audit.rederive import differences
 from pytest_kvqual.audit.trials import Run, recordings
 from pytest_kvqual.capture.fidelity import capture_fidelity

@@ -15,18 +15,19 @@ import pytest
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual.audit import plans as audited
 from pytest_kvqual.audit import superiority as derived
-from pytest_kvqual.audit.recording import Figure, Verified
+from pytest_kvqual.audit.recorded import Figure, Verified
 from pytest_kvqual.audit.rederive import differences
 from pytest_kvqual.audit.trials import WARM_UP, Objections, Trial
 from pytest_kvqual.judge.gates import superiority as judged
-from pytest_kvqual.study.plan import Block, Plan, PlannedCell, PlannedComparison, Reachable, trials, williams
+from pytest_kvqual.study.model import Comparison
+from pytest_kvqual.study.plan import Block, Plan, PlannedCell, Reachable, trials, williams
 
 ARMS = ("native", "one", "two")
 CELLS = ("open", "closed")
 FAMILY = (
-    ("one", "native", "open", "ttft_intended_p50", "lower"),
-    ("two", "native", "open", "tpot_p90", "lower"),
-    ("two", "one", "closed", "output_throughput", "higher"),
+    Comparison(candidate="one", control="native", cell="open", metric="ttft_intended_p50", better="lower"),
+    Comparison(candidate="two", control="native", cell="open", metric="tpot_p90", better="lower"),
+    Comparison(candidate="two", control="one", cell="closed", metric="output_throughput", better="higher"),
 )
 METRICS = ("ttft_intended_p50", "tpot_p90", "output_throughput", "e2e_max")
 SEEDS = range(30)
@@ -40,7 +41,6 @@ def _plan(sets: int) -> Plan:
     ]
     null = tuple(range(len(blocks) + 1, len(blocks) + 5))
     blocks += [Block(block=number, kind="null", order=("native",)) for number in null]
-    names = ("candidate", "control", "cell", "metric", "better")
     return Plan(
         study="made-up",
         length=16,
@@ -56,7 +56,7 @@ def _plan(sets: int) -> Plan:
             )
             for name in CELLS
         ),
-        comparisons=tuple(PlannedComparison(**dict(zip(names, one, strict=True))) for one in FAMILY),
+        comparisons=FAMILY,
         alpha=0.1,
         confidence=0.95,
         practical=0.05,

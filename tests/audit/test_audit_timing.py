@@ -475,6 +475,24 @@ def test_a_plan_that_does_not_follow_from_the_study_is_found(name: str, timed: T
     assert 18 in {finding.check for finding in campaign.audited().report.findings}
 
 
+@pytest.mark.parametrize("metric", ["ttft_send_p50", "mean_ttft_send", "lateness_p99", "burst_e2e_max"])
+def test_a_study_that_compares_what_it_must_not_is_found(metric: str, timed: TimedRun, tmp_path: Path) -> None:
+    """Declared and planned alike: in an open loop none of these is a primary comparison."""
+    campaign = Campaign(timed, tmp_path / "run")
+    toml = campaign.study / "study.toml"
+    toml.write_text(toml.read_text().replace('"ttft_intended_p50"', f'"{metric}"'))
+    campaign.document(campaign.study / "plans" / "16.json", lambda plan: plan["comparisons"][0].update(metric=metric))
+    lock = campaign._lock()
+    for attempt in sorted((campaign.folder / "evidence").glob("*/attempt-*")):
+        campaign.seal_attempt(attempt, lock)
+    campaign.seal_receipts(lock)
+    text = (
+        f"comparisons: found {metric} of candidate against 'native' in open, expected a figure of every offered "
+        "request, in an open loop from its intended arrival"
+    )
+    assert [finding.text for finding in campaign.audited().report.of(18)] == [text]
+
+
 def test_damage_never_ends_in_a_traceback(timed: TimedRun, tmp_path: Path) -> None:
     """Whatever a document of timing holds, the audit comes to an end with findings."""
     values: list[object] = [None, [], {}, "x", -1, 10**30, True, [None], {"when": []}]

@@ -22,6 +22,7 @@ from recordings import (
     chunk,
     closed_lines,
     failure,
+    never_sent,
     open_lines,
     request,
     to_bytes,
@@ -29,10 +30,11 @@ from recordings import (
     traced,
     usage,
     whole,
-    without_answer,
 )
 
-from pytest_kvqual.audit.recording import CHECKS, UnreadableError, main, read_stream, split, verify
+from pytest_kvqual.audit.recomputed import verify
+from pytest_kvqual.audit.recorded import CHECKS, UnreadableError, read_stream, split
+from pytest_kvqual.audit.verify import main
 
 OPEN, CLOSED, TRACED = "open", "closed", "traced"
 UNREADABLE = 0
@@ -235,16 +237,18 @@ def sent_after_an_interrupt(lines: list[Line]) -> None:
     lines[-1]["failed"] = {"cancelled": 1, "error-object": 1, "status": 1}
 
 
-def unsent(number: int) -> Damage:
+def unsent(number: int, **changed: object) -> Damage:
     """A request that was never sent, though others after it were, or that has times all the same."""
 
     def change(lines: list[Line]) -> None:
-        line = lines[number]
-        line.update(without_answer("cancelled"), rest="", end_ns=0)
-        for key in ("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns"):
-            line[key] = None
-        lines[-1]["completed"] -= 1
+        failed = lines[number]["failure"]
+        lines[number] = never_sent(lines[number]) | changed
+        if failed is None:
+            lines[-1]["completed"] -= 1
+        else:
+            del lines[-1]["failed"][failed["kind"]]
         lines[-1]["failed"]["cancelled"] = 1
+        lines[-1]["end_ns"] = max(line["end_ns"] or 0 for line in lines[1:-1])
 
     return change
 
@@ -315,6 +319,15 @@ SEMANTIC: dict[str, tuple[int, str, Damage]] = {
     "completed without a connection": (6, OPEN, of(1, connected_ns=None)),
     "completed and never sent": (6, OPEN, of(1, send_start_ns=None, send_end_ns=None)),
     "completed and never dispatched": (6, OPEN, of(1, dispatch_ns=None)),
+    "never sent and no failure of an interrupt": (6, OPEN, unsent(8, failure=failure("timeout"))),
+    "never sent and without its intended arrival": (6, OPEN, unsent(8, intended_ns=None)),
+    "never sent and intended before zero": (6, OPEN, unsent(8, intended_ns=-1)),
+    "never sent and intended in a closed loop": (6, CLOSED, unsent(7, intended_ns=0)),
+    "never sent and answered": (6, OPEN, unsent(8, rest="AA==")),
+    **{
+        f"never sent and {key}": (6, OPEN, unsent(8, **{key: 0}))
+        for key in ("admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "headers_ns", "end_ns")
+    },
     # 7: framing
     "an event cut": (7, OPEN, cut_event),
     "two events in one": (7, OPEN, merged_events),
@@ -519,10 +532,12 @@ def _interrupted() -> list[Line]:
     lines = open_lines()
     requests = lines[1:-1]
     requests[6].update(failure=failure("cancelled"), end_ns=requests[6]["events"][-1][0], rest="")
-    for line in requests[7:]:
-        line.update(without_answer("cancelled"), end_ns=0)
-        line.update(dict.fromkeys(("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns")))
-    return whole(requests)
+    return whole([*requests[:7], *map(never_sent, requests[7:])])
+
+
+def _interrupted_closed() -> list[Line]:
+    requests = closed_lines()[1:-1]
+    return whole([*requests[:4], *map(never_sent, requests[4:])], cell="closed", concurrency=3)
 
 
 def _failing(kind: str) -> list[Line]:
@@ -568,6 +583,7 @@ GOOD: dict[str, Callable[[], list[Line]]] = {
     ),
     "an early end": lambda: whole([request("open-0000", intended=0, events=answer(MS, 2), max_tokens=24)]),
     "an interrupted run": _interrupted,
+    "an interrupted closed loop": _interrupted_closed,
     **{f"failed: {kind}": (lambda kind=kind: _failing(kind)) for kind in (  # type: ignore[misc]
         "refused", "status", "transport", "timeout", "cancelled", "error-object", "malformed", "incomplete",
         "no-tokens", "count",
@@ -700,12 +716,12 @@ def test_what_cannot_be_used_is_one_line(
 
 
 def test_it_runs_on_a_bare_interpreter(tmp_path: Path) -> None:
-    """``python -m pytest_kvqual.audit.recording`` needs nothing but the source."""
+    """``python -m pytest_kvqual.audit.verify`` needs nothing but the source."""
     record = tmp_path / "cell-open.jsonl"
     record.write_bytes(to_bytes(open_lines()))
     source = Path(__file__).resolve().parents[2] / "src"
     done = subprocess.run(
-        [sys.executable, "-S", "-B", "-m", "pytest_kvqual.audit.recording", str(record)],
+        [sys.executable, "-S", "-B", "-m", "pytest_kvqual.audit.verify", str(record)],
         capture_output=True, text=True, check=False, timeout=60, cwd=source, env={"PATH": ""},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,6 +3,9 @@
 Run it on an idle machine: ``python tests/benchmarks/worker.py``. The control arm ``native`` is served by each class in
 turn (A B B A, ``--cycles`` times), one server at a time; in that of ``ServingWorker`` an oracle window is opened and
 closed first. A round is 32 requests of 64 tokens in a closed loop of 32. Pairs are rounds of neighbouring servers.
+
+Two servers of one class differ by some per cent, so ``--within`` pairs rounds of one server: what ``ServingWorker``
+does in a step is taken away (:func:`stock_steps`) and given back, in turn.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import tempfile
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from served_arm import serving
 
@@ -24,45 +28,93 @@ from pytest_kvqual.metrics.recording import read_recording
 from pytest_kvqual.metrics.summary import summarise
 from pytest_kvqual.server import rpc
 from pytest_kvqual.server.command import WORKER_CLASS
+from pytest_kvqual.stats.blocks import median_interval
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
+from pytest_kvqual.worker.wire import WorkerError
 
 STOCK = "vllm.v1.worker.cpu_worker.CPUWorker"
 TOKENS = 64
 
 
+def one_round(base_url: str, selection: Selection, folder: Path, name: str) -> float:
+    """Output tokens per second of 32 requests in a closed loop of 32."""
+    items = load_task_panel(selection, "parity").items
+    out = folder / f"round-{name}.jsonl"
+    offered = [
+        Offered(
+            request=f"r{name}-{index}",
+            prompt=item.id,
+            max_tokens=TOKENS,
+            intended_ns=None,
+            body=body_of(
+                item.prompt, model=selection.study.model.name, request_id=f"r{name}-{index}", max_tokens=TOKENS
+            ),
+        )
+        for index, item in enumerate(items)
+    ]
+    load = Load(mode="closed", concurrency=len(offered))
+    replay(base_url, offered, load=load, header={"cell": "round"}, out=out, timeout_s=120.0)
+    summary = summarise(read_recording(out.read_bytes(), origin=out.name))
+    rate = summary.figures["output_throughput"].value
+    assert summary.completed == len(offered)
+    assert isinstance(rate, Fraction)
+    out.unlink()
+    return float(rate)
+
+
+def untap(base_url: str) -> None:
+    """Open and close an oracle window, so that taps were there and are gone."""
+    rpc.call(base_url, "kvqual_oracle_start", {})
+    rpc.call(base_url, "kvqual_oracle_finish")
+    taps = rpc.call(base_url, "kvqual_taps")
+    assert all(isinstance(rank, dict) and rank["installed"] is False for rank in taps), taps
+
+
 def rounds(selection: Selection, worker_class: str, folder: Path, number: int) -> list[float]:
     """Output tokens per second of each of ``number`` rounds on a fresh server, after one round of warm-up."""
-    items = load_task_panel(selection, "parity").items
-    model = selection.study.model.name
-    found = []
     with serving(selection, folder / "server.log", worker_class=worker_class) as server:
         if worker_class == WORKER_CLASS:
-            rpc.call(server.base_url, "kvqual_oracle_start", {})
-            rpc.call(server.base_url, "kvqual_oracle_finish")
-            taps = rpc.call(server.base_url, "kvqual_taps")
-            assert all(isinstance(rank, dict) and rank["installed"] is False for rank in taps), taps
-        for number_of in range(number + 1):
-            out = folder / f"round-{number_of}.jsonl"
-            offered = [
-                Offered(
-                    request=f"r{number_of}-{index}",
-                    prompt=item.id,
-                    max_tokens=TOKENS,
-                    intended_ns=None,
-                    body=body_of(item.prompt, model=model, request_id=f"r{number_of}-{index}", max_tokens=TOKENS),
-                )
-                for index, item in enumerate(items)
-            ]
-            load = Load(mode="closed", concurrency=len(offered))
-            replay(server.base_url, offered, load=load, header={"cell": "round"}, out=out, timeout_s=120.0)
-            summary = summarise(read_recording(out.read_bytes(), origin=out.name))
-            rate = summary.figures["output_throughput"].value
-            assert summary.completed == len(offered)
-            assert isinstance(rate, Fraction)
-            out.unlink()
-            found.append(float(rate))
-    return found[1:]
+            untap(server.base_url)
+        return [one_round(server.base_url, selection, folder, str(index)) for index in range(number + 1)][1:]
+
+
+STEP_METHODS = ("execute_model", "sample_tokens")
+
+
+def stock_steps(worker: Any) -> None:
+    """Make this worker's steps those of the stock class, until the fault is taken back. Runs inside the worker.
+
+    Raises:
+        WorkerError: ``ServingWorker`` has no such method of its own: nothing would be compared.
+    """
+    own = next(cls for cls in type(worker).__mro__ if cls.__name__ == "ServingWorker")
+    for name in STEP_METHODS:
+        if name not in vars(own):
+            raise WorkerError(f"found no {name} in ServingWorker, expected one, in {__name__}")
+        setattr(worker, name, getattr(super(own, worker), name))
+        worker.kvqual_undo.append(lambda name=name: delattr(worker, name))
+
+
+def within(selection: Selection, folder: Path, number: int) -> tuple[list[float], list[float]]:
+    """Output tokens per second of ``number`` rounds with the steps of ``ServingWorker`` and of as many stock ones."""
+    here = Path(__file__).resolve().parent
+    arm = replace(selection.arm, pythonpath=(*selection.arm.pythonpath, here))
+    own: list[float] = []
+    stock: list[float] = []
+    with serving(replace(selection, arm=arm), folder / "server.log") as server:
+        untap(server.base_url)
+        one_round(server.base_url, selection, folder, "warm-up")
+        for index in range(number):
+            for plain in (False, True) if index % 2 == 0 else (True, False):
+                if plain:
+                    rpc.call(server.base_url, "kvqual_plant", {"fault": f"{Path(__file__).stem}:stock_steps"})
+                rate = one_round(server.base_url, selection, folder, f"{index}-{plain}")
+                (stock if plain else own).append(rate)
+                if plain:
+                    rpc.call(server.base_url, "kvqual_unplant")
+            print(f"pair {index}: {own[-1]:.1f} / {stock[-1]:.1f} tokens/s", flush=True)
+    return own, stock
 
 
 def main() -> None:
@@ -70,12 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--within", action="store_true", help="pairs of rounds in one server, --rounds of them a cycle")
     options = parser.parse_args()
     selection = select(load_study("smollm2-cpu"), arm="native", length=1024, cache_bytes=None)
     # The stock class knows nothing of what an arm brings.
     selection = replace(selection, arm=replace(selection.arm, before_load=(), after_init=()))
-    ratios, servers = [], []
+    ratios: list[float] = []
     for _ in range(options.cycles):
+        if options.within:
+            with tempfile.TemporaryDirectory() as folder:
+                own, stock = within(selection, Path(folder), options.rounds)
+            ratios += [one / other for one, other in zip(own, stock, strict=True)]
+            continue
         for pair in ((WORKER_CLASS, STOCK), (STOCK, WORKER_CLASS)):
             rates = {}
             for worker_class in pair:
@@ -83,10 +141,19 @@ def main() -> None:
                     rates[worker_class] = rounds(selection, worker_class, Path(folder), options.rounds)
                 name = worker_class.rpartition(".")[2]
                 print(f"{name}: {', '.join(f'{rate:.1f}' for rate in rates[worker_class])} tokens/s", flush=True)
-                servers.append((name, statistics.median(rates[worker_class])))
             ratios += [one / other for one, other in zip(rates[WORKER_CLASS], rates[STOCK], strict=True)]
     middle = statistics.median(ratios)
-    print(json.dumps({"pairs": len(ratios), "median_ratio": middle, "low": min(ratios), "high": max(ratios)}))
+    found = median_interval([Fraction(ratio) for ratio in ratios], confidence=0.95) if len(ratios) > 5 else None
+    print(
+        json.dumps(
+            {
+                "pairs": len(ratios),
+                "median_ratio": middle,
+                "interval": None if found is None else [float(found.lower), float(found.upper), float(found.coverage)],
+                "ratios": sorted(ratios),
+            }
+        )
+    )
     print(f"ServingWorker without taps / stock class: {middle:.4f} of the token rate ({len(ratios)} pairs)")
 
 

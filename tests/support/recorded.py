@@ -51,6 +51,13 @@ def failed(kind: str, *, end_ns: int, name: str, **changes: Any) -> dict[str, An
     return request([], name=name, end_ns=end_ns, failure={"kind": kind, "text": kind}, **changes)
 
 
+def never_sent(name: str, *, intended_ns: int | None = 0) -> dict[str, Any]:
+    """The line of a request that an interrupted run did not come to; ``intended_ns`` is None in a closed loop."""
+    times = ("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "headers_ns", "end_ns")
+    line = failed("cancelled", end_ns=0, name=name, status=None, headers=[], intended_ns=intended_ns)
+    return line | dict.fromkeys(times)
+
+
 def lines(requests: Sequence[dict[str, Any]], **header: Any) -> list[dict[str, Any]]:
     """Header, requests and footer."""
     kinds: dict[str, int] = {}
@@ -65,7 +72,7 @@ def lines(requests: Sequence[dict[str, Any]], **header: Any) -> list[dict[str, A
     }  # fmt: skip
     end = {
         "kind": "end", "offered": len(requests), "completed": len(requests) - sum(kinds.values()), "failed": kinds,
-        "end_ns": max((one["end_ns"] for one in requests), default=0),
+        "end_ns": max((one["end_ns"] or 0 for one in requests), default=0),
     }  # fmt: skip
     return [head, *requests, end]
 

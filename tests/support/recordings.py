@@ -99,6 +99,13 @@ def failure(kind: str, text: str = "what was found") -> dict[str, str]:
     return {"kind": kind, "text": text}
 
 
+def never_sent(line: Line) -> Line:
+    """The request as a run records it that was interrupted before it came to it."""
+    mode = {} if line["request"].startswith("open") else {"intended_ns": None}
+    times = ("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "end_ns")
+    return {**line, **without_answer("cancelled"), **dict.fromkeys(times), "rest": "", **mode}
+
+
 def without_answer(kind: str) -> dict[str, object]:
     """What a request that got no answer lacks."""
     return {"status": None, "headers_ns": None, "headers": [], "events": [], "failure": failure(kind)}
@@ -141,7 +148,7 @@ def whole(
         "offered": len(requests),
         "completed": len(requests) - sum(failed.values()),
         "failed": failed,
-        "end_ns": max((line["end_ns"] for line in requests), default=0),
+        "end_ns": max((line["end_ns"] or 0 for line in requests), default=0),
     }
     return [header, *requests, footer]
 

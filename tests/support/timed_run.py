@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 from unittest import mock
 
 from audited_run import ARMS, CACHE_BYTES, IMPLEMENTATION, LENGTH, AuditedRun, write_run
 from recordings import MS, Line, answer, request, to_bytes, whole
-from tiny_study import TOKENIZER, TinyStudy
+from timed_study import PANEL, PLAN, RULES, timed_study
 
-from pytest_kvqual._canonical import canonical_bytes, digest, pretty_bytes, sha256_bytes, sha256_file
+from pytest_kvqual._canonical import digest, pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual.capture.timing import body_of
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
@@ -31,7 +30,7 @@ from pytest_kvqual.receipt.statement import build as statement_of
 from pytest_kvqual.receipt.write import write
 from pytest_kvqual.study import plan as plans
 from pytest_kvqual.study.load import load_study
-from pytest_kvqual.study.model import Cell, Comparison, Study, TimingRules
+from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import Panel, load_panel
 from pytest_kvqual.study.trace import Trace, build
 
@@ -42,50 +41,6 @@ timing = true
 [gates.superiority]
 state = "required"
 timing = true
-"""
-RULES: Final = """
-[timing.16]
-panel = "panels/timing.json"
-plan = "plans/16.json"
-arms = ["native", "reference", "candidate"]
-blocks = 6
-null_arm = "native"
-null_pairs = 1
-warm_up = 2
-settle_s = 0.5
-alpha = 0.05
-confidence = 0.95
-practical = 0.05
-lateness_fraction = 0.1
-server_ttft_ms = 5.0
-failed_share = 0.0
-cold = true
-
-[[timing.16.cells]]
-name = "open"
-mode = "open"
-arrivals = "constant"
-rate = 20.0
-requests = 5
-canaries = 1
-max_tokens = 5
-trace = "traces/16-open.jsonl"
-
-[[timing.16.cells]]
-name = "closed"
-mode = "closed"
-concurrency = 2
-requests = 5
-canaries = 1
-max_tokens = 5
-trace = "traces/16-closed.jsonl"
-
-[[timing.16.comparisons]]
-candidate = "candidate"
-control = "native"
-cell = "open"
-metric = "ttft_intended_p50"
-better = "lower"
 """
 KERNELS: Final = [{"rank": 0, "layers": [{"name": "model.layers.0.attn", "kernels": ["cpu_attention"]}]}]
 
@@ -131,30 +86,24 @@ def write_timed_run(folder: Path, *, change: Change = lambda arm, block, made: N
 
 class _Writer:
     def __init__(self, folder: Path) -> None:
-        scratch = TinyStudy.write(folder / "scratch")
+        scratch = timed_study(folder / "scratch")
         self.folder = folder
-        text = scratch.toml.read_text(encoding="utf-8").partition("[gates.identity]")[0]
-        gates = '[gates.parity]\nstate = "required"\n[gates.nll]\nstate = "required"\n'
-        scratch.toml.write_text(text + gates, encoding="utf-8")
-        self.study: Study = load_study(str(scratch.toml.parent))
-        self.rules = _rules(self.study.directory)
-        self.rules.panel.parent.mkdir(parents=True, exist_ok=True)
-        self.rules.panel.write_bytes(_panel())
+        self.study: Study = load_study(str(scratch.folder))
+        self.rules = self.study.timing[LENGTH]
         self.panel = load_panel(self.rules.panel, task="timing", length=LENGTH, vocabulary=1000)
         parity = self.study.parity.panel
         self.parity: Panel = load_panel(parity, task="parity", length=None, vocabulary=1000)
         self.traces = build(self.rules.cells, self.panel.items, self.panel.sha256)
         data = {name: one.to_bytes() for name, one in self.traces.items()}
-        planned = SimpleNamespace(timing={LENGTH: self.rules}, name="tiny", directory=self.study.directory)
-        self.plan = plans.build(cast(Study, planned), LENGTH, data)
+        self.plan = plans.build(self.study, LENGTH, data)
         self.data = data
         self.receipts: dict[str, dict[str, str]] = {}
         self._last = ""
         self._tag = ""
 
     def write(self, change: Change, faster: bool) -> TimedRun:
-        files = {"panels/timing.json": _panel(), "plans/16.json": self.plan.to_bytes()}
-        files |= {f"traces/16-{name}.jsonl": data for name, data in self.data.items()}
+        files = {PANEL: self.rules.panel.read_bytes(), PLAN: self.plan.to_bytes()}
+        files |= {cell.trace: self.data[cell.name] for cell in self.plan.cells}
         run = write_run(self.folder, gates=GATES + RULES, files=files, identity=_identity, more=self._more)
         found = TimedRun(run=run, plan=self.plan)
         self._receipts(run)
@@ -169,12 +118,7 @@ class _Writer:
             if arm == "candidate":
                 self._receipt(run, verdict, 3, found.attempts[arm, block])
         trials = {key: self._trial(found, key) for key in found.attempts}
-        found.superiority = superiority.judge(
-            cast(Study, SimpleNamespace(name="tiny", timing={LENGTH: self.rules})),
-            self.plan,
-            arm="candidate",
-            trials=trials,
-        )
+        found.superiority = superiority.judge(self.study, self.plan, arm="candidate", trials=trials)
         self._receipt(run, found.superiority, 4, *found.attempts.values())
         return found
 
@@ -369,65 +313,6 @@ def _identity(arm: str, rank: dict[str, object]) -> None:
     }
 
 
-def _rules(directory: Path) -> TimingRules:
-    cells = (
-        Cell(
-            name="open", mode="open", arrivals="constant", rate=20.0, seed=None, concurrency=None, requests=5,
-            canaries=1, max_tokens=5, trace=directory / "traces/16-open.jsonl",
-        ),
-        Cell(
-            name="closed", mode="closed", arrivals=None, rate=None, seed=None, concurrency=2, requests=5, canaries=1,
-            max_tokens=5, trace=directory / "traces/16-closed.jsonl",
-        ),
-    )  # fmt: skip
-    return TimingRules(
-        arms=ARMS,
-        blocks=6,
-        null_arm="native",
-        null_pairs=1,
-        warm_up=2,
-        settle_s=0.5,
-        cells=cells,
-        comparisons=(
-            Comparison(
-                candidate="candidate", control="native", cell="open", metric="ttft_intended_p50", better="lower"
-            ),
-        ),
-        alpha=0.05,
-        confidence=0.95,
-        practical=0.05,
-        lateness_fraction=0.1,
-        server_ttft_ms=5.0,
-        failed_share=0.0,
-        cold=True,
-        panel=directory / "panels/timing.json",
-        plan=directory / "plans/16.json",
-    )
-
-
-# As many tokens as the server that these recordings are of counts in each prompt.
-_REST = (2, 3, 4, 5, 6, 7)
-
-
-def _panel() -> bytes:
-    items: list[dict[str, object]] = [
-        {"id": f"measured-{place:02d}", "prompt": [1 + place, *_REST], "max_tokens": 5, "grade": "measured"}
-        for place in range(8)
-    ]
-    items += [
-        {"id": f"warm-{place}", "prompt": [50 + place, *_REST], "max_tokens": 5, "grade": "warm-up"}
-        for place in range(2)
-    ]
-    items += [
-        {"id": f"canary-{place}", "prompt": [90 + place, *_REST], "max_tokens": 5, "grade": "canary", "expected": name}
-        for place, name in enumerate(("p1", "p2"))
-    ]
-    document = {
-        "schema": 1, "task": "timing", "length": LENGTH, "tokenizer_sha256": TOKENIZER, "sources": [], "items": items,
-    }  # fmt: skip
-    return canonical_bytes(document)
-
-
 def _stream(sent: int, tokens: int, first: int, base: int) -> list[tuple[int, bytes]]:
     return answer(sent, tokens, first=first, base=base)
 
@@ -501,6 +386,7 @@ def _read_around(recordings: Mapping[str, Sequence[Line]]) -> dict[str, object]:
         for when in (f"before-{name}" if name == "warm-up" else f"before {name}", f"after {name}"):
             if when.startswith("after"):
                 for line in lines[1:-1]:
+                    # So many does each answer of `recordings` count, and so long is each prompt of the panel.
                     totals["prompt_tokens"] += 7
                     totals["generation_tokens"] += line["max_tokens"]
                     totals["ttft_count"] += 1

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Final
 
-from tiny_study import TOKENIZER, TinyStudy
+from tiny_study import PARITY_TOKENS, TOKENIZER, TinyStudy
 
+LENGTH: Final = 16
+PANEL: Final = "panels/timing-16.json"
+PLAN: Final = "plans/16.json"
 PLANNED: Final = '[gates.trial]\nstate = "planned"'
 RULES: Final = """\
 [timing.16]
@@ -34,16 +37,16 @@ arrivals = "constant"
 rate = 20.0
 requests = 5
 canaries = 1
-max_tokens = 3
+max_tokens = 5
 trace = "traces/16-open.jsonl"
 
 [[timing.16.cells]]
 name = "closed"
 mode = "closed"
 concurrency = 2
-requests = 4
-canaries = 0
-max_tokens = 3
+requests = 5
+canaries = 1
+max_tokens = 5
 trace = "traces/16-closed.jsonl"
 
 [[timing.16.comparisons]]
@@ -60,24 +63,24 @@ def timed_study(folder: Path) -> TinyStudy:
     """Write the study; trial is required, and everything that ``kvqual trace`` needs is there."""
     tiny = TinyStudy.write(folder)
     tiny.replace(PLANNED, PLANNED.replace("planned", "required"))
-    tiny.replace("[gates.identity]", RULES + "[gates.identity]")
-    parity = json.loads((folder / "panels/parity.json").read_text(encoding="utf-8"))["items"][0]
-    items: list[dict[str, object]] = [
-        {"id": f"m{place}", "prompt": [100 + place] * 12, "max_tokens": 3, "grade": "measured"} for place in range(8)
-    ]
-    items += [
-        {"id": f"w{place}", "prompt": [200 + place] * 12, "max_tokens": 3, "grade": "warm-up"} for place in (0, 1)
-    ]
-    canary = {"id": "canary", "prompt": parity["prompt"], "max_tokens": 3, "grade": "canary", "expected": parity["id"]}
-    tiny.write_json(
-        "panels/timing-16.json",
-        {
-            "schema": 1,
-            "task": "timing",
-            "length": 16,
-            "tokenizer_sha256": TOKENIZER,
-            "sources": [],
-            "items": [*items, canary],
-        },
-    )
+    add_length(tiny, LENGTH)
     return tiny
+
+
+def add_length(tiny: TinyStudy, length: int) -> None:
+    """Time a length by the same rules: its tables, and a panel of its own."""
+    tiny.replace("[gates.identity]", RULES.replace(str(LENGTH), str(length)) + "[gates.identity]")
+    folder = tiny.folder
+    parity = json.loads((folder / "panels/parity.json").read_text(encoding="utf-8"))["items"]
+    tokens = len(parity[0]["prompt"])
+
+    def item(name: str, prompt: list[int], grade: str) -> dict[str, object]:
+        return {"id": name, "prompt": prompt, "max_tokens": PARITY_TOKENS, "grade": grade}
+
+    items = [item(f"m{place}", [100 + length + place] * tokens, "measured") for place in range(8)]
+    items += [item(f"w{place}", [200 + length + place] * tokens, "warm-up") for place in range(2)]
+    items += [{**item(f"canary-{one['id']}", one["prompt"], "canary"), "expected": one["id"]} for one in parity[1:3]]
+    tiny.write_json(
+        PANEL.replace(str(LENGTH), str(length)),
+        {"schema": 1, "task": "timing", "length": length, "tokenizer_sha256": TOKENIZER, "sources": [], "items": items},
+    )

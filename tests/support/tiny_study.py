@@ -194,7 +194,7 @@ class TinyStudy:
             requests = [{"id": f"r{index}", "prompt": tokens(length - index), "max_tokens": 3} for index in range(4)]
             tiny.write_json(f"panels/oracle-{length}.json", _panel("oracle", length, requests))
         prompts = [
-            {"id": f"p{index}", "prompt": tokens(6), "max_tokens": PARITY_TOKENS} for index in range(PARITY_PROMPTS)
+            {"id": f"p{index}", "prompt": tokens(7), "max_tokens": PARITY_TOKENS} for index in range(PARITY_PROMPTS)
         ]
         tiny.write_json("panels/parity.json", _panel("parity", None, prompts))
         tiny.write_json("scales/candidate-v.json", {"schema": 1, "v_scale": [0.5, 0.25]})

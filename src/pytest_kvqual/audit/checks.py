@@ -21,7 +21,7 @@
 14. GSM8K: the same panel in all arms, made of the test set that the study names.
 15. Controls and null: the study's controls, the null captured twice, and no capture copied from another.
 16. Timing: none without every gate above it.
-17. Recordings: each recording of a timed load is consistent in itself and with its trace (``audit/recording.py``).
+17. Recordings: each recording of a timed load is consistent in itself and with its trace (``audit/verify.py``).
 18. Timing plan: the frozen plan follows from the study's rules and traces, is balanced, and can be significant.
 19. Timing verdicts: fidelity, each trial and superiority follow from the recordings.
 

@@ -16,7 +16,8 @@ from typing import Final
 
 from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.plans import decimal
-from pytest_kvqual.audit.recording import Verified, nearest, per_token
+from pytest_kvqual.audit.recomputed import nearest, per_token
+from pytest_kvqual.audit.recorded import Verified
 from pytest_kvqual.audit.shapes import integer, items, shown, table, text
 from pytest_kvqual.audit.trials import POISON, Objections, Run
 
@@ -173,7 +174,8 @@ def _lateness(own: Objections, rules: Mapping[str, object], name: str, case: Cas
 def _concurrency(own: Objections, rules: Mapping[str, object], name: str, case: Case) -> None:
     """Rule 9."""
     requests = case.recording.requests
-    marks = [(it.dispatch or 0, 1) for it in requests] + [(it.end, -1) for it in requests]
+    marks = [(it.dispatch, 1) for it in requests if it.dispatch is not None]
+    marks += [(it.end, -1) for it in requests if it.end is not None]
     flying = peak = 0
     for _, change in sorted(marks):
         flying += change

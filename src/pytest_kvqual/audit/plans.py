@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Final
 from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.files import DamagedError, Tree, parse, pretty, sha256
 from pytest_kvqual.audit.frozen import FOLDER, Frozen
-from pytest_kvqual.audit.recording import trace_lines
+from pytest_kvqual.audit.recorded import trace_lines
 from pytest_kvqual.audit.shapes import get, integer, items, shown, strings, table, text
 
 #: What a plan says as the study's rules say it.
@@ -23,6 +24,12 @@ _AS_DECLARED: Final = (
 )  # fmt: skip
 _CELL: Final = ("name", "mode", "trace", "requests", "max_tokens", "concurrency", "rate")
 _COMPARISON: Final = ("candidate", "control", "cell", "metric", "better")
+_SINGLE: Final = "output_throughput|request_throughput|goodput_tokens"
+#: The figures that may be compared, by whether the loop is closed.
+_FIGURES: Final = {
+    False: re.compile(rf"(ttft_intended|tpot|e2e)_(p50|p90|p99|max)|{_SINGLE}"),
+    True: re.compile(rf"(burst_)?(ttft_intended|ttft_send|tpot|e2e)_(p50|p90|p99|max)|{_SINGLE}"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +109,7 @@ def read(tree: Tree, frozen: Frozen, length: int, report: Report) -> Plan | None
         outer = table(document, "plan")
         plan = _plan(outer, rules, sha256(data))
         _declared(plan, outer, rules, frozen, length, where, report)
+        _primary(plan, where, report)
         _balanced(plan, where, report)
         _reachable(plan, outer, where, report)
         _traces(tree, frozen, plan, where, report)
@@ -186,6 +194,17 @@ def _declared(
             18, where, f"blocks: found {numbers[0]} measured and {numbers[1]} pairs, expected "
             f"{shown(rules.get('blocks'))} and {shown(rules.get('null_pairs'))}, the study's",
         )  # fmt: skip
+
+
+def _primary(plan: Plan, where: str, report: Report) -> None:
+    """Each comparison is of a figure over every offered request, in an open loop not from the send."""
+    for one in plan.comparisons:
+        closed = plan.cells.get(one.cell, {}).get("mode") == "closed"
+        if _FIGURES[closed].fullmatch(one.metric) is None:
+            report.find(
+                18, where, f"comparisons: found {one.words()}, expected a figure of every offered request, in an open "
+                "loop from its intended arrival",
+            )  # fmt: skip
 
 
 def _balanced(plan: Plan, where: str, report: Report) -> None:

@@ -23,7 +23,8 @@ from pytest_kvqual.audit.files import DamagedError, Tree, canonical, parse, sha2
 from pytest_kvqual.audit.frozen import Frozen
 from pytest_kvqual.audit.plans import Plan, decimal
 from pytest_kvqual.audit.receipts import Folder, Receipt, Scope, required_before
-from pytest_kvqual.audit.recording import Verified, verify
+from pytest_kvqual.audit.recomputed import verify
+from pytest_kvqual.audit.recorded import Verified
 from pytest_kvqual.audit.shapes import integer, shown, table
 
 TRIAL, TRIAL_IDENTITY, WARM_UP = "trial.json", "trial-identity.json", "warm-up"

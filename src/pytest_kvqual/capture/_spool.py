@@ -75,7 +75,7 @@ class Spool:
 
 
 class SpoolReader:
-    """The reader: ``header``, the records by their ``index``, and ``last_ns``, the last end of any of them.
+    """The reader: ``header``, and the records by their ``index``.
 
     Raises:
         EvidenceError: The file is missing, no spool, or damaged.
@@ -83,7 +83,6 @@ class SpoolReader:
 
     def __init__(self, path: Path) -> None:
         self._places: dict[int, int] = {}
-        self.last_ns = 0
         try:
             self._file = path.open("rb")
             size = path.stat().st_size
@@ -102,7 +101,6 @@ class SpoolReader:
                 if meta is None:
                     break
                 self._places[meta["index"]] = place
-                self.last_ns = max(self.last_ns, meta.get("end", meta.get("zero", 0)))
             self._size = size
         except (LookupError, TypeError, ValueError) as error:
             self._file.close()

@@ -41,7 +41,10 @@ SCHEMA = 1
 _PRE_OPENED = 64
 _PRE_OPEN_LIMIT_S = 10.0
 _BURST_NS = 100_000_000
-_NOT_SENT = ("cancelled", "not sent, or not ended: the run was interrupted")
+_NOT_SENT = ("cancelled", "not sent: the run was interrupted")
+_NO_RECORD = ("cancelled", "not sent, or in flight when the recorder ended")
+# Records of the spool that are of no request: zero, and that every request that was sent has one.
+_ZERO, _WHOLE = -1, -2
 # From the last preparation to zero: the first request is then as little late as any other.
 _LEAD_NS = 20_000_000
 _PROGRESS_NS = 250_000_000
@@ -156,9 +159,10 @@ def replay(
                 run.stop(error)
             interrupt = run.trouble
             _close(event_loop, run.transport)
-            spool.close()
             if isinstance(interrupt, EvidenceError):
                 raise interrupt
+            spool.add({"index": _WHOLE}, (), ())
+            spool.close()
             footer = convert(spool.path, out, record=seams.record)
             spool.path.unlink()
             if run.interrupted and interrupt is None:
@@ -338,7 +342,7 @@ class _Run:
 
     def _keep_zero(self) -> None:
         if self.spool is not None:
-            self.spool.add({"index": -1, "zero": self.zero_ns, "wall": self.zero_wall}, (), ())
+            self.spool.add({"index": _ZERO, "zero": self.zero_ns, "wall": self.zero_wall}, (), ())
 
     def _report(self) -> None:
         if self._progress is None:
@@ -376,9 +380,9 @@ def convert(
 ) -> Mapping[str, Any]:
     """Write the recording ``out`` from a spool; returns its footer. Also for the spool of a process that was killed.
 
-    A request without a record in the spool was not sent, or not ended by the recorder: it is ``cancelled``, without a
-    connection, a send and a header. Its dispatch and end, which no record is without, are the last end of the others,
-    or its intended arrival where that is later.
+    A request without a record in the spool is ``cancelled``, and each of its times is null but the intended arrival of
+    an open loop, which is the trace's. It was never sent; or, in the spool of a process that was killed or of a disk
+    that was full, it was in flight then. ``kvqual verify`` objects where a later one has a record (check 8).
 
     Raises:
         EvidenceError: The spool is damaged, or ``out`` exists or cannot be written; the spool stays.
@@ -399,12 +403,12 @@ def _convert(
     reader: SpoolReader, spool: Path, out: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None] | None
 ) -> Mapping[str, Any]:
     requests = reader.header["requests"]
-    found = reader.record(-1)
+    found = reader.record(_ZERO)
     zero = found[0]["zero"] if found is not None else 0
 
     def lines() -> Iterator[dict[str, Any]]:
         for index, request in enumerate(requests):
-            line = _line(request, reader.record(index), zero, reader.last_ns)
+            line = _line(request, reader.record(index), zero, whole=reader.record(_WHOLE) is not None)
             changed = line if change is None else change(line)
             if changed is not None:
                 yield changed
@@ -431,7 +435,7 @@ def _convert(
                     if line["failure"] is not None:
                         kind = line["failure"]["kind"]
                         failed[kind] = failed.get(kind, 0) + 1
-                    end = max(end, line["end_ns"])
+                    end = max(end, line["end_ns"] or 0)
                     file.write(canonical_bytes(line) + b"\n")
                 footer = {
                     "kind": "end",
@@ -455,13 +459,16 @@ def _convert(
 
 
 def _line(
-    request: Mapping[str, Any], kept: tuple[dict[str, Any], Sequence[int], list[bytes]] | None, zero: int, last: int
+    request: Mapping[str, Any],
+    kept: tuple[dict[str, Any], Sequence[int], list[bytes]] | None,
+    zero: int,
+    *,
+    whole: bool,
 ) -> dict[str, Any]:
-    """One request's line of the recording."""
+    """One request's line of the recording; ``whole``: whether the spool has every request that was sent."""
     if kept is None:
-        due = last if request["intended_ns"] is None else zero + request["intended_ns"]
-        never = {"intended": due, "dispatch": max(last, due), "end": max(last, due), "failure": _NOT_SENT}
-        kept = never, (), []
+        intended = None if request["intended_ns"] is None else zero + request["intended_ns"]
+        kept = {"intended": intended, "failure": _NOT_SENT if whole else _NO_RECORD}, (), []
     meta, times, reads = kept
     pieces: list[bytes] = []
     reader = ResponseReader(pieces)

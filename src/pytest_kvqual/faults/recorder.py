@@ -50,11 +50,14 @@ def _first_byte(record: Record) -> Record:
 
 def _late(record: Record) -> Record:
     record["events"] = [[at + _LATE_NS, event] for at, event in record["events"]]
-    record["end_ns"] += _LATE_NS
+    if record["end_ns"] is not None:
+        record["end_ns"] += _LATE_NS
     return record
 
 
 def _capped_untold(record: Record) -> Record:
+    if record["dispatch_ns"] is None:
+        return record
     for stamp in ("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns"):
         record[stamp] = record["intended_ns"]
     return record

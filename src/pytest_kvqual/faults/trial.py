@@ -22,6 +22,9 @@ _WARM_UP: Final = "warm-up"
 _FIRST_ID: Final = re.compile(rb'("token_ids":\s*\[\s*)(\d+)')
 # Beyond any limit of a timing plan.
 _LATE_NS: Final = 1_000_000_000_000
+_FROM_DISPATCH: Final = (
+    "dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "headers_ns", "end_ns",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +85,7 @@ def _request_left_out(evidence: Evidence) -> Evidence | None:
         lines[-1]["failed"][kind] -= 1
         if not lines[-1]["failed"][kind]:
             del lines[-1]["failed"][kind]
-    lines[-1]["end_ns"] = max((line["end_ns"] for line in lines[1:-1]), default=0)
+    lines[-1]["end_ns"] = max((line["end_ns"] or 0 for line in lines[1:-1]), default=0)
     return _written(evidence, name, lines)
 
 
@@ -128,20 +131,22 @@ def _next_id(found: re.Match[bytes]) -> bytes:
 
 def _late_dispatch(evidence: Evidence) -> Evidence | None:
     """Every request was sent late, and its answer came as long after its send as before."""
+    return _delayed(evidence, *_FROM_DISPATCH)
+
+
+def _slow_client(evidence: Evidence) -> Evidence | None:
+    """The client read every event of a cell long after the server had sent it."""
+    return _delayed(evidence, "end_ns")
+
+
+def _delayed(evidence: Evidence, *stamps: str) -> Evidence | None:
+    """These stamps and every event of a cell are later; a stamp that there is not stays so."""
     name = _cell(evidence)
     if name is None:
         return None
     lines = _lines(evidence, name)
     for line in lines[1:-1]:
-        for key in (
-            "dispatch_ns",
-            "admission_ns",
-            "connected_ns",
-            "send_start_ns",
-            "send_end_ns",
-            "headers_ns",
-            "end_ns",
-        ):
+        for key in stamps:
             if line[key] is not None:
                 line[key] += _LATE_NS
         for event in line["events"]:
@@ -152,20 +157,6 @@ def _late_dispatch(evidence: Evidence) -> Evidence | None:
 
 def _other_plan(evidence: Evidence) -> Evidence | None:
     return replace(evidence, trial={**evidence.trial, "plan_sha256": "0" * 64})
-
-
-def _slow_client(evidence: Evidence) -> Evidence | None:
-    """The client read every event of a cell long after the server had sent it."""
-    name = _cell(evidence)
-    if name is None:
-        return None
-    lines = _lines(evidence, name)
-    for line in lines[1:-1]:
-        line["end_ns"] += _LATE_NS
-        for event in line["events"]:
-            event[0] += _LATE_NS
-    lines[-1]["end_ns"] += _LATE_NS
-    return _written(evidence, name, lines)
 
 
 def _error_as_success(evidence: Evidence) -> Evidence | None:

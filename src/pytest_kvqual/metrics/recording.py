@@ -5,12 +5,13 @@ History of the format: 1, the first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from pytest_kvqual._canonical import canonical_bytes
-from pytest_kvqual._decode import Table, parse_json
+from pytest_kvqual._decode import Table, describe, parse_json
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.metrics.requests import LARGEST
 
@@ -29,8 +30,8 @@ FAILURES: Final = (
     "refused", "status", "transport", "timeout", "cancelled", "error-object", "malformed", "incomplete", "no-tokens",
     "count",
 )  # fmt: skip
-# None only in a request that was cancelled before it was dispatched.
-_REQUIRED_TIMES: Final = ("intended_ns", "dispatch_ns", "admission_ns")
+# Of every request that was sent.
+_REQUIRED_TIMES: Final = ("intended_ns", "dispatch_ns", "admission_ns", "end_ns")
 _TIMES: Final = ("connected_ns", "send_start_ns", "send_end_ns", "headers_ns")
 
 
@@ -64,7 +65,8 @@ def read_recording(data: bytes, *, origin: str) -> Recording:
     documents = [_line(line, f"{origin}, line {number}") for number, line in enumerate(lines, start=1)]
     header = _header(documents[0], f"{origin}, line 1")
     requests = tuple(
-        _request(document, f"{origin}, line {number}") for number, document in enumerate(documents[1:-1], start=2)
+        _request(document, f"{origin}, line {number}", str(header["mode"]))
+        for number, document in enumerate(documents[1:-1], start=2)
     )
     footer = _footer(documents[-1], f"{origin}, line {len(lines)}")
     names = [request["request"] for request in requests]
@@ -80,8 +82,7 @@ def read_recording(data: bytes, *, origin: str) -> Recording:
     for key, value in counted.items():
         if footer[key] != value:
             raise EvidenceError(f"{origin}: {key}: found {footer[key]!r} at the end, expected {value!r} as recorded")
-    # The reader has checked that each end is an integer.
-    last = max((request["end_ns"] for request in requests), default=0)  # type: ignore[type-var]
+    last = max((it for it in (request["end_ns"] for request in requests) if isinstance(it, int)), default=0)
     if footer["end_ns"] != last:
         raise EvidenceError(f"{origin}: end_ns: found {footer['end_ns']!r} at the end, expected {last!r} as recorded")
     if header["requests"] != len(requests):
@@ -139,18 +140,19 @@ def _header(document: Mapping[str, object], origin: str) -> Mapping[str, object]
     return document
 
 
-def _request(document: Mapping[str, object], origin: str) -> Mapping[str, object]:
+def _request(document: Mapping[str, object], origin: str, mode: str) -> Mapping[str, object]:
     table = _table(document, origin, REQUEST, "request")
     table.string("request")
     table.string("prompt")
     table.string("body_sha256")
     table.integer("max_tokens", minimum=1, maximum=LARGEST)
     failure = document["failure"]
-    cancelled = isinstance(failure, Mapping) and failure.get("kind") == "cancelled"
-    for key in (*_REQUIRED_TIMES, *_TIMES, "end_ns"):
-        if document[key] is None and (key in _TIMES or (cancelled and key in _REQUIRED_TIMES)):
-            continue
-        table.integer(key, minimum=-LARGEST, maximum=LARGEST)
+    if document["dispatch_ns"] is None:
+        _never_sent(table, document, mode)
+    else:
+        for key in (*_REQUIRED_TIMES, *_TIMES):
+            if document[key] is not None or key in _REQUIRED_TIMES:
+                table.integer(key, minimum=-LARGEST, maximum=LARGEST)
     if document["status"] is not None:
         table.integer("status", minimum=100, maximum=999)
     headers = document["headers"]
@@ -168,6 +170,20 @@ def _request(document: Mapping[str, object], origin: str) -> Mapping[str, object
         inner.choice("kind", FAILURES)
         inner.text("text")
     return document
+
+
+def _never_sent(table: Table, document: Mapping[str, object], mode: str) -> None:
+    """An interrupted run did not come to it: it has no time but that of an open loop's trace, and nothing came back."""
+    failure = document["failure"]
+    if not isinstance(failure, Mapping) or failure.get("kind") != "cancelled":
+        table.fail("dispatch_ns", "null", "nanoseconds of a request that is not cancelled")
+    if mode == "open":
+        table.integer("intended_ns", minimum=0, maximum=LARGEST)
+    nothing: dict[str, object] = dict.fromkeys((*_REQUIRED_TIMES, *_TIMES, "status"))
+    nothing |= {"headers": [], "events": [], "rest": ""}
+    for key, value in nothing.items():
+        if document[key] != value and not (key == "intended_ns" and mode == "open"):
+            table.fail(key, describe(document[key]), f"{json.dumps(value)} of a request that was never sent")
 
 
 def _footer(document: Mapping[str, object], origin: str) -> Mapping[str, object]:

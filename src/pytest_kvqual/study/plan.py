@@ -12,9 +12,16 @@ two-sided sign test of n blocks that agree has p = 2**(1 - n). The interval from
 of n effects covers the median with probability 1 - 2 * P(X < k), X binomial (n, 1/2), and at least that where effects
 tie.
 
+A primary comparison is of a figure that no arm betters by failing requests or by letting them wait in the client. It
+counts every offered request, a failed one as infinite or as nothing gained: a mean over those that got a first token
+does not. In an open loop it is measured from the intended arrival: from the send it would leave out how long a request
+was kept from being sent, which is the queue that a slow server causes (coordinated omission). In a closed loop the
+client waits for the server by declaration, and both origins are accepted. The time per output token has no origin.
+
 History of the format: 1, the first.
 
 Sources:
+    G. Tene, "How not to measure latency", QCon San Francisco 2012 (coordinated omission).
     E. J. Williams, "Experimental designs balanced for the estimation of residual effects of treatments", Australian
     Journal of Scientific Research A 2 (1949), pp. 149-168.
     S. Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6 (1979),
@@ -33,9 +40,10 @@ from math import comb
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes
-from pytest_kvqual._decode import Table, describe, nearest, parse_json
+from pytest_kvqual._decode import describe, nearest, parse_json
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.metrics.formulas import FORMULAS
+from pytest_kvqual.study.model import Comparison
 from pytest_kvqual.study.trace import parse_trace
 
 if TYPE_CHECKING:
@@ -51,13 +59,14 @@ _TOP: Final = (
     "comparisons", "alpha", "confidence", "practical", "lateness_fraction", "server_ttft_ms", "failed_share", "cold",
     "panel_sha256", "reachable",
 )  # fmt: skip
-_BLOCK: Final = ("block", "kind", "order")
 _CELL: Final = ("name", "mode", "trace", "trace_sha256", "requests", "max_tokens", "concurrency", "rate")
 _COMPARISON: Final = ("candidate", "control", "cell", "metric", "better")
 _REACHABLE: Final = ("p", "holm_alpha", "coverage")
 _LOWER: Final = ("ttft_intended_", "ttft_send_", "tpot_", "e2e_")
 _HIGHER: Final = ("output_throughput", "request_throughput", "goodput_tokens")
 _BURST: Final = "burst_"
+_FROM_SEND: Final = "ttft_send_"
+_FROM_INTENDED: Final = "ttft_intended_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,17 +90,6 @@ class PlannedCell:
     max_tokens: int
     concurrency: int | None
     rate: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedComparison:
-    """One member of the family: ``metric`` of ``candidate`` over that of ``control``; which of both is better."""
-
-    candidate: str
-    control: str
-    cell: str
-    metric: str
-    better: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +120,7 @@ class Plan:
     warm_up: int
     settle_s: float
     cells: tuple[PlannedCell, ...]
-    comparisons: tuple[PlannedComparison, ...]
+    comparisons: tuple[Comparison, ...]
     alpha: float
     confidence: float
     practical: float
@@ -276,9 +274,7 @@ def build(study: Study, length: int, traces: Mapping[str, bytes]) -> Plan:
         warm_up=rules.warm_up,
         settle_s=float(rules.settle_s),
         cells=cells,
-        comparisons=tuple(
-            PlannedComparison(**{key: getattr(it, key) for key in _COMPARISON}) for it in rules.comparisons
-        ),
+        comparisons=rules.comparisons,
         alpha=rules.alpha,
         confidence=rules.confidence,
         practical=rules.practical,
@@ -308,89 +304,6 @@ def check(data: bytes, study: Study, length: int, traces: Mapping[str, bytes], *
     if difference is None:
         raise StudyError(f"{origin}: found other bytes than `kvqual plan` writes for this plan", advice=advice)
     raise StudyError(f"{origin}: {difference}", advice=advice)
-
-
-def parse_plan(data: bytes, *, origin: str) -> Plan:
-    """The plan in the bytes of a file, without the study that it was made for.
-
-    Raises:
-        StudyError: It is no plan, or not in the form that this module writes.
-    """
-    top = Table(parse_json(data, origin=origin, error=StudyError), origin=origin, error=StudyError, known=_TOP)
-    schema = top.integer("schema")
-    if schema != SCHEMA:
-        top.fail("schema", str(schema), str(SCHEMA))
-    top.choice("kind", ("plan",))
-    top.choice("design", (DESIGN,))
-    arms = top.strings("arms")
-    blocks = tuple(
-        Block(
-            block=table.integer("block", minimum=1),
-            kind=table.choice("kind", (MEASURED, NULL)),
-            order=table.strings("order"),
-        )
-        for table in top.tables("blocks", known=_BLOCK)
-    )
-    if [block.block for block in blocks] != list(range(1, len(blocks) + 1)):
-        top.fail("blocks", "blocks out of order", "them numbered from 1")
-    for index, block in enumerate(blocks):
-        whole = sorted(block.order) == sorted(arms) if block.kind == MEASURED else len(block.order) == 1
-        if not whole or not set(block.order) <= set(arms):
-            top.fail(f"blocks[{index}].order", ", ".join(block.order), "each arm once, or the null arm alone")
-    nulls = tuple(block for block in blocks if block.kind == NULL)
-    pairs = tuple((one.block, other.block) for one, other in zip(nulls[::2], nulls[1::2], strict=False))
-    if not pairs or top.raw("null_pairs") != [list(pair) for pair in pairs] or len({it.order for it in nulls}) != 1:
-        top.fail("null_pairs", f"{top.raw('null_pairs')}", "the null blocks in pairs, at least one, of one arm")
-    reachable = top.table("reachable", known=_REACHABLE)
-    plan = Plan(
-        study=top.string("study"),
-        length=top.integer("length", minimum=1),
-        arms=arms,
-        blocks=blocks,
-        null_pairs=pairs,
-        warm_up=top.integer("warm_up", minimum=1),
-        settle_s=top.number("settle_s", minimum=0.0),
-        cells=tuple(_cell_of(table) for table in top.tables("cells", known=_CELL)),
-        comparisons=tuple(
-            PlannedComparison(
-                candidate=table.choice("candidate", arms),
-                control=table.choice("control", arms),
-                cell=table.string("cell"),
-                metric=table.choice("metric", tuple(FORMULAS)),
-                better=table.choice("better", ("lower", "higher")),
-            )
-            for table in top.tables("comparisons", known=_COMPARISON)
-        ),
-        **{key: _share(top, key) for key in ("alpha", "confidence", "practical", "lateness_fraction")},
-        server_ttft_ms=top.number("server_ttft_ms", minimum=0.0),
-        failed_share=top.number("failed_share", minimum=0.0, maximum=1.0),
-        cold=top.boolean("cold"),
-        panel_sha256=top.sha256("panel_sha256"),
-        reachable=Reachable(**{key: reachable.number(key, minimum=0.0, maximum=1.0) for key in _REACHABLE}),
-    )
-    if plan.to_bytes() != data:
-        raise StudyError(f"{origin}: found other bytes than the canonical ones of this plan")
-    return plan
-
-
-def _share(table: Table, key: str) -> float:
-    value = table.number(key)
-    if not 0 < value < 1:
-        table.fail(key, f"{value}", "a number between 0 and 1")
-    return value
-
-
-def _cell_of(table: Table) -> PlannedCell:
-    return PlannedCell(
-        name=table.string("name"),
-        mode=table.choice("mode", ("open", "closed")),
-        trace=table.string("trace"),
-        trace_sha256=table.sha256("trace_sha256"),
-        requests=table.integer("requests", minimum=1),
-        max_tokens=table.integer("max_tokens", minimum=1),
-        concurrency=None if table.raw("concurrency") is None else table.integer("concurrency", minimum=1),
-        rate=None if table.raw("rate") is None else table.number("rate"),
-    )
 
 
 def _arms(rules: TimingRules, origin: str) -> None:
@@ -488,6 +401,7 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
             raise StudyError(f"{place}.metric: found '{it.metric}', expected a figure of what an arm does")
         if it.better != better:
             raise StudyError(f"{place}.better: found '{it.better}', expected '{better}' for {it.metric}")
+        _primary(cells[it.cell], it.metric, f"{place}.metric")
         _population(rules, cells[it.cell], it.metric, place)
         # The two-sided test is the same in both directions.
         key4 = (frozenset((it.candidate, it.control)), it.cell, it.metric)
@@ -497,6 +411,21 @@ def _comparisons(rules: TimingRules, origin: str) -> None:
                 "each comparison once, in one direction"
             )
         seen.add(key4)
+
+
+def _primary(cell: Cell, metric: str, place: str) -> None:
+    """Refuse a figure that an arm could better by failing requests, or by letting them wait in the client."""
+    if metric == "mean_ttft_send":
+        raise StudyError(
+            f"{place}: found '{metric}', expected a figure over every offered request, such as ttft_intended_p50: it "
+            "leaves out each request without a first token"
+        )
+    if cell.mode == "open" and _FROM_SEND in metric:
+        raise StudyError(
+            f"{place}: found '{metric}' in the open cell {cell.name}, expected "
+            f"'{metric.replace(_FROM_SEND, _FROM_INTENDED)}': from the send it leaves out what a request waits in the "
+            "client (coordinated omission)"
+        )
 
 
 def _population(rules: TimingRules, cell: Cell, metric: str, place: str) -> None:

@@ -48,20 +48,25 @@ def trace_command(name_or_path: str, *, check: bool, arrivals: Sequence[str] = (
         name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
         check: Write nothing; fail unless each trace is what would be written. The arrivals of a cell of kind ``file``
             are then those of the trace that is there.
-        arrivals: ``CELL=FILE`` for each cell of kind ``file``: one arrival a line, in whole nanoseconds.
+        arrivals: ``CELL=FILE`` for each cell of kind ``file``, ``LENGTH:CELL=FILE`` where several lengths have a cell
+            of that name: one arrival a line, in whole nanoseconds.
 
     Raises:
-        StudyError: The study has no timing plan, or one that cannot be made into traces; with ``check`` a trace that is
-            missing or another one.
+        StudyError: The study has no timing plan, or one that cannot be made into traces: then nothing is written; with
+            ``check`` a trace that is missing or another one, or any ``arrivals``.
     """
     study = _timed(name_or_path)
+    if check and arrivals:
+        raise StudyError(
+            f"--arrivals: found '{arrivals[0]}' with --check, expected none: the arrivals are those of the traces that "
+            "are there"
+        )
     given = _given(study, arrivals)
-    files = [file for length in study.timing for file in _traces(study, length, None if check else given)]
-    return tuple(
-        f"{_relative(study, file.path)}: {_settle(file, 'kvqual trace', check=check)}; {file.about}; sha256 "
-        f"{sha256_bytes(file.data)}"
-        for file in files
-    )
+    files = [
+        file for length in study.timing for file in _traces(study, length, None if check else given.get(length, {}))
+    ]
+    said = _check(files, "kvqual trace") if check else _write(files)
+    return tuple(_line(study, file, word) for file, word in zip(files, said, strict=True))
 
 
 def plan_command(name_or_path: str, *, check: bool, default: str) -> tuple[str, ...]:
@@ -73,16 +78,17 @@ def plan_command(name_or_path: str, *, check: bool, default: str) -> tuple[str, 
         default: The study that pytest takes without ``--study``.
 
     Raises:
-        StudyError: The study has no timing plan, or one that is refused; a trace is missing or another one; with
-            ``check`` a plan that is missing or another one.
+        StudyError: The study has no timing plan, or one that is refused, or a trace is missing or another one: then
+            nothing is written; with ``check`` a plan that is missing or another one.
     """
     study = _timed(name_or_path)
+    found = [_plan(study, length) for length in study.timing]
+    files = [file for _, file in found]
+    said = _check(files, "kvqual plan") if check else _write(files)
     lines: list[str] = []
-    for length in study.timing:
-        plan, file = _plan(study, length)
-        said = _settle(file, "kvqual plan", check=check)
+    for (plan, file), word in zip(found, said, strict=True):
         lines += [
-            f"{_relative(study, file.path)}: {said}; {file.about}; sha256 {sha256_bytes(file.data)}",
+            _line(study, file, word),
             *_blocks(plan),
             *_commands(study, plan, "" if name_or_path == default else f" --study {name_or_path}"),
             *_reach(plan),
@@ -97,8 +103,7 @@ def check_timing_files(study: Study) -> None:
         StudyError: One is missing or another one, or the declaration is refused.
     """
     _check_places(study)
-    for length in study.timing:
-        _settle(_plan(study, length)[1], "kvqual plan", check=True)
+    _check([_plan(study, length)[1] for length in study.timing], "kvqual plan")
 
 
 def trial_lines(name_or_path: str, length: str) -> tuple[str, ...]:
@@ -113,7 +118,7 @@ def trial_lines(name_or_path: str, length: str) -> tuple[str, ...]:
             f"--trials: found '{length}', expected a length with a timing plan: {', '.join(map(str, study.timing))}"
         )
     plan, file = _plan(study, int(length))
-    _settle(file, "kvqual plan", check=True)
+    _check([file], "kvqual plan")
     return tuple(f"{arm} {block}" for arm, block in plans.trials(plan))
 
 
@@ -123,7 +128,7 @@ def read_traces(study: Study, length: int) -> dict[str, bytes]:
     Raises:
         StudyError: One is missing.
     """
-    return {cell.name: _read(cell.trace, "kvqual trace") for cell in study.timing[length].cells}
+    return {cell.name: read_file(cell.trace, "run `kvqual trace`") for cell in study.timing[length].cells}
 
 
 def _timed(name_or_path: str) -> Study:
@@ -163,7 +168,12 @@ def _traces(study: Study, length: int, given: Mapping[str, tuple[int, ...]] | No
         vocabulary=study.model.vocabulary,
         tokenizer=study.model.files.get("tokenizer.json"),
     )
-    found = build(rules.cells, panel.items, panel.sha256, arrivals=_frozen(rules) if given is None else given)
+    arrivals = _frozen(rules) if given is None else given
+    try:
+        found = build(rules.cells, panel.items, panel.sha256, arrivals=arrivals)
+    except StudyError as error:
+        # Another length may have a cell of the same name.
+        raise StudyError(f"timing.{length}: {error}", advice=error.advice) from error
     return [_File(path=cell.trace, data=found[cell.name].to_bytes(), about=_about(found[cell.name]))
             for cell in rules.cells]  # fmt: skip
 
@@ -173,7 +183,7 @@ def _frozen(rules: TimingRules) -> dict[str, tuple[int, ...]]:
     found = {}
     for cell in rules.cells:
         if cell.arrivals == "file":
-            data = _read(cell.trace, "kvqual trace --arrivals")
+            data = read_file(cell.trace, "run `kvqual trace --arrivals`")
             try:
                 trace = parse_trace(data, origin=str(cell.trace))
             except EvidenceError as error:
@@ -191,73 +201,121 @@ def _about(trace: Trace) -> str:
 def _plan(study: Study, length: int) -> tuple[plans.Plan, _File]:
     rules = study.timing[length]
     files = _traces(study, length, None)
-    for file in files:
-        _settle(file, "kvqual trace", check=True)
+    _check(files, "kvqual trace")
     plan = plans.build(study, length, {cell.name: it.data for cell, it in zip(rules.cells, files, strict=True)})
     count = len(plans.trials(plan))
     return plan, _File(path=rules.plan, data=plan.to_bytes(), about=f"{len(plan.blocks)} blocks, {count} trials")
 
 
-def _settle(file: _File, command: str, *, check: bool) -> str:
-    """Write a file, or check it; returns in one word what was found.
+def _check(files: Sequence[_File], command: str) -> list[str]:
+    """Hold files against what is there; returns for each, in one word, what was found.
 
     Raises:
-        StudyError: With ``check`` it is missing or another one; otherwise it cannot be written.
+        StudyError: One is missing or another one.
     """
-    if check:
-        if _read(file.path, command) != file.data:
+    for file in files:
+        if read_file(file.path, f"run `{command}`") != file.data:
             raise StudyError(
                 f"{file.path}: found other bytes than `{command}` writes, expected sha256 {sha256_bytes(file.data)}",
                 advice=f"run `{command}`, then what follows it: trace, plan, freeze",
             )
-        return "matches"
-    before = file.path.read_bytes() if file.path.is_file() else None
-    if before == file.data:
-        return "unchanged"
-    # The process id keeps two commands from writing into each other's file.
-    scratch = file.path.with_name(f".{file.path.name}.{os.getpid()}.tmp")
+    return ["matches"] * len(files)
+
+
+def _write(files: Sequence[_File]) -> list[str]:
+    """Write files, none of them where one cannot be written; returns for each, in a word or two, what was done.
+
+    Each is written beside its place before the first one is moved there.
+
+    Raises:
+        StudyError: One cannot be written.
+    """
+    said: list[str] = []
+    staged: list[tuple[Path, Path]] = []
+    path = Path()
     try:
-        file.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(file.data)
-        scratch.replace(file.path)
+        for file in files:
+            path = file.path
+            if path.exists() and not path.is_file():
+                raise StudyError(f"cannot write {path}: found no regular file there, expected one or nothing")
+            before = path.read_bytes() if path.exists() else None
+            if before == file.data:
+                said.append("unchanged")
+                continue
+            said.append("written" if before is None else "written anew")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # The process id keeps two commands from writing into each other's file.
+            scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            staged.append((scratch, path))
+            scratch.write_bytes(file.data)
+        for scratch, path in staged:
+            scratch.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
-        raise StudyError(f"cannot write {file.path}: {error.strerror or error}") from error
-    return "written" if before is None else "written anew"
+        raise StudyError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        for scratch, _ in staged:
+            with suppress(OSError):
+                scratch.unlink()
+    return said
 
 
-def _read(path: Path, command: str) -> bytes:
+def _line(study: Study, file: _File, said: str) -> str:
+    return f"{_relative(study, file.path)}: {said}; {file.about}; sha256 {sha256_bytes(file.data)}"
+
+
+def read_file(path: Path, advice: str) -> bytes:
+    """The bytes of a file that has to be there.
+
+    Raises:
+        StudyError: It is missing, with ``advice``, or cannot be read.
+    """
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise StudyError(f"found no file {path}, expected it", advice=f"run `{command}`") from None
+        raise StudyError(f"found no file {path}, expected it", advice=advice) from None
     except OSError as error:
         raise StudyError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _given(study: Study, arrivals: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The arrivals that were given, by cell."""
-    cells = {cell.name: cell for rules in study.timing.values() for cell in rules.cells if cell.arrivals == "file"}
-    found: dict[str, tuple[int, ...]] = {}
+def _given(study: Study, arrivals: Sequence[str]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """The arrivals that were given, by length and cell."""
+    lengths: dict[str, list[int]] = {}
+    for length, rules in study.timing.items():
+        for cell in rules.cells:
+            if cell.arrivals == "file":
+                lengths.setdefault(cell.name, []).append(length)
+    # As each has to be named: by its length too only where several lengths have a cell of this name.
+    names = [name if len(several) == 1 else f"{it}:{name}" for name, several in lengths.items() for it in several]
+    found: dict[int, dict[str, tuple[int, ...]]] = {}
     for text in arrivals:
-        name, separator, file = text.partition("=")
+        place, separator, file = text.partition("=")
         if not separator or not file:
-            raise StudyError(f"--arrivals: found '{text}', expected CELL=FILE")
-        if name not in cells:
+            raise StudyError(f"--arrivals: found '{text}', expected CELL=FILE, or LENGTH:CELL=FILE")
+        before, colon, after = place.partition(":")
+        name = after if colon else before
+        several = [it for it in lengths.get(name, ()) if not colon or str(it) == before]
+        if not several:
             raise StudyError(
-                f"--arrivals: found '{name}', expected a cell with arrivals = \"file\": {', '.join(cells) or 'none'}",
-                advice=nearest(name, cells),
+                f"--arrivals: found '{place}', expected a cell with arrivals = \"file\": {', '.join(names) or 'none'}",
+                advice=nearest(place, names),
             )
-        if name in found:
-            raise StudyError(f"--arrivals: found '{name}' twice, expected each cell once")
-        found[name] = _times(Path(file))
+        if len(several) > 1:
+            raise StudyError(
+                f"--arrivals: found '{name}', a cell of the lengths {', '.join(map(str, several))}, expected one of "
+                f"{', '.join(f'{it}:{name}' for it in several)}"
+            )
+        of_length = found.setdefault(several[0], {})
+        if name in of_length:
+            raise StudyError(f"--arrivals: found '{place}' twice, expected each cell once")
+        of_length[name] = _times(Path(file))
     return found
 
 
 def _times(path: Path) -> tuple[int, ...]:
     found = []
-    for number, line in enumerate(_read(path, "kvqual trace --arrivals CELL=FILE").splitlines(), start=1):
+    for number, line in enumerate(
+        read_file(path, "give `kvqual trace --arrivals` a file that is there").splitlines(), start=1
+    ):
         # int() would also take '1_000' and Unicode digits.
         if not line.isdigit() or len(line) > _DIGITS:
             raise StudyError(

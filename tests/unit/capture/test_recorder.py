@@ -23,6 +23,7 @@ import pytest
 from raw_server import HEAD, LAST, Handler, Peer, RawServer, answer, chunk, completing, event, events, serving
 
 from pytest_kvqual._canonical import canonical_bytes, sha256_bytes
+from pytest_kvqual.audit.recomputed import verify
 from pytest_kvqual.capture import _schedule, _transport, recorder
 from pytest_kvqual.capture._spool import Spool, SpoolReader
 from pytest_kvqual.capture.recorder import Load, Offered, Seams, convert, replay
@@ -489,9 +490,15 @@ class TestInterrupts:
         assert end["offered"] == 500
         assert end["completed"] >= 3
         assert set(end["failed"]) == {"cancelled"}
-        assert "interrupted" in lines[-1]["failure"]["text"]
         flying = [line for line in lines if line["failure"] and line["headers_ns"] is not None]
         assert len(flying) >= 3
+        never = [line for line in lines if line["dispatch_ns"] is None]
+        assert lines[-len(never) :] == never
+        for line in never:
+            unknown = {key for key, value in line.items() if value is None}
+            assert unknown == {"status", *(key for key in line if key.endswith("_ns"))} - {"intended_ns"}
+            assert line["failure"] == {"kind": "cancelled", "text": "not sent: the run was interrupted"}
+        assert verify(out.read_bytes()).findings == []
 
     def test_an_error_of_the_caller(self, tmp_path: Path, loop: Loop) -> None:
         """What a callback raises ends the run, is raised again, and the recording is complete."""
@@ -502,6 +509,21 @@ class TestInterrupts:
         with serving(completing(1)) as server, pytest.raises(ZeroDivisionError):
             record(server.url, trace(50, every_ns=20 * MS), tmp_path / "r.jsonl", progress=progress, loop=loop)
         assert read(tmp_path / "r.jsonl")[2]["completed"] == 1
+
+    def test_a_closed_loop(self, tmp_path: Path, loop: Loop) -> None:
+        """No slot became free for what was never sent: it has no time at all, and the recording verifies."""
+
+        def progress(done: int, of: int) -> None:
+            raise ZeroDivisionError
+
+        out = tmp_path / "r.jsonl"
+        with serving(completing(1)) as server, pytest.raises(ZeroDivisionError):
+            record(server.url, trace(50, every_ns=None), out, concurrency=2, progress=progress, loop=loop)
+        _, lines, end = read(out)
+        never = [line for line in lines if line["dispatch_ns"] is None]
+        assert 45 < len(never) == sum(line["intended_ns"] is None for line in lines)
+        assert end["end_ns"] == max(line["end_ns"] for line in lines if line["end_ns"] is not None)
+        assert verify(out.read_bytes()).findings == []
 
     def test_a_killed_process(self, tmp_path: Path, loop: Loop) -> None:
         """SIGKILL leaves a spool that can be converted: what had ended is there, the rest is cancelled."""
@@ -522,9 +544,12 @@ class TestInterrupts:
             file.write(b"\x10\0\0\0\x01\0\0\0\xff")
         convert(spool, out)
         spool.unlink()
-        _, _, end = read(out)
+        _, lines, end = read(out)
         assert end["completed"] >= 7
         assert end["failed"] == {"cancelled": 500 - end["completed"]}
+        # Of a process that was killed nothing says what was in flight.
+        texts = {line["failure"]["text"] for line in lines if line["failure"]}
+        assert texts == {"not sent, or in flight when the recorder ended"}
 
 
 def kept(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from recorded import never_sent
 
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual.capture.fidelity import capture_fidelity, cases
@@ -277,6 +278,25 @@ def test_no_truth_of_a_request_raises(captured: tuple[Any, Evidence], junk: Any)
         requests = {**truths["closed"]["requests"], "closed-0000": {**first, key: junk}}
         found = judge(study, recordings=recordings, truths={"closed": {**truths["closed"], "requests": requests}})
         assert found.outcome is Outcome.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("case", ["open", "closed", "poison-late-stamp"])
+def test_an_interrupted_load_is_judged(captured: tuple[Any, Evidence], case: str) -> None:
+    """A request that was never sent has no times, and no rule stumbles over that."""
+
+    def interrupted(lines: list[Any], truth: dict[str, Any]) -> None:
+        mine = never_sent(lines[-2]["request"], intended_ns=lines[-2]["intended_ns"])
+        if lines[0]["mode"] == "closed":
+            mine["intended_ns"] = None
+        lines[-2] = {**mine, "prompt": lines[-2]["prompt"], "max_tokens": lines[-2]["max_tokens"]}
+        lines[-1]["completed"] -= 1
+        lines[-1]["failed"]["cancelled"] = 1
+
+    study, evidence = captured
+    verdict = verdict_of(study, damaged(evidence, case, interrupted))
+    assert all("Error" not in line for line in verdict.findings), verdict.findings
+    if not case.startswith("poison"):
+        assert f"rule 3: case '{case}'" in "".join(verdict.findings)
 
 
 def test_other_load(captured: tuple[Any, Evidence]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import MS, event
+from recorded import MS, event, never_sent
 from trial_records import PARITY, TIMED, Records, expecting, good
 
 from pytest_kvqual._canonical import canonical_bytes
@@ -330,3 +330,19 @@ def test_a_recording_that_is_missing_or_broken_is_a_gap(missing: str, data: byte
     )  # fmt: skip
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert 3 in rules_of(verdict)
+
+
+@pytest.mark.parametrize("cell", ["open", "closed", "warm-up"])
+def test_a_load_that_was_interrupted_is_judged(cell: str) -> None:
+    """Its last request was never sent: a failure without times, at which neither a rule nor a fault stumbles."""
+    records = good()
+    document = records.recordings[cell]
+    last = document[-2]
+    never = never_sent(last["request"], intended_ns=last["intended_ns"] if cell == "open" else None)
+    document[-2] = {**never, **{key: last[key] for key in ("prompt", "max_tokens", "body_sha256")}}
+    document[-1]["completed"] -= 1
+    document[-1]["failed"]["cancelled"] = 1
+    verdict = records.judge()
+    assert verdict.outcome is not Outcome.PASS
+    assert not any("rule 3" in line for line in verdict.findings), verdict.findings
+    assert all("Error" not in line for line in verdict.findings), verdict.findings

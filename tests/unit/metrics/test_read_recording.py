@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from recorded import answer, encoded, failed, lines, recorded, request
+from recorded import answer, encoded, failed, lines, never_sent, recorded, request
 
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.metrics.recording import END, HEADER, REQUEST, read_recording
@@ -25,12 +25,50 @@ def test_a_recording_is_read() -> None:
     assert read_recording(recorded([], mode="closed", concurrency=3), origin="r").concurrency == 3
 
 
-def test_a_cancelled_request_may_lack_its_dispatch() -> None:
-    """A run that was interrupted can be read."""
-    never = failed(
-        "cancelled", end_ns=0, name="a", intended_ns=None, dispatch_ns=None, admission_ns=None, send_start_ns=None
-    )
-    assert len(read_recording(recorded([never]), origin="r").requests) == 1
+@pytest.mark.parametrize("mode", ["open", "closed"])
+def test_a_run_that_was_interrupted_is_read(mode: str) -> None:
+    """A request that was never sent has no time but the intended arrival of an open loop."""
+    intended, most = (7, None) if mode == "open" else (None, 2)
+    data = recorded([never_sent("a", intended_ns=intended)], mode=mode, concurrency=most)
+    assert read_recording(data, origin="r").requests[0]["intended_ns"] == intended
+
+
+NEVER: dict[str, tuple[str, object]] = {
+    "another failure": ("failure", {"kind": "timeout", "text": ""}),
+    "no failure": ("failure", None),
+    "no intended arrival": ("intended_ns", None),
+    "an intended arrival before zero": ("intended_ns", -1),
+    "an admission": ("admission_ns", 0),
+    "a connection": ("connected_ns", 0),
+    "a send": ("send_start_ns", 0),
+    "the end of a send": ("send_end_ns", 0),
+    "a header's time": ("headers_ns", 0),
+    "an end": ("end_ns", 0),
+    "a status": ("status", 200),
+    "headers": ("headers", [["a", "b"]]),
+    "an event": ("events", [[0, ""]]),
+    "bytes": ("rest", "AA=="),
+    "a dispatch alone": ("dispatch_ns", 0),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_a_request_that_was_never_sent_has_nothing_else(name: str) -> None:
+    """Each stand-in for what did not happen is refused in one line."""
+    key, value = NEVER[name]
+    documents = lines([never_sent("a")])
+    documents[1][key] = value
+    if key == "failure":
+        failures = {} if value is None else {"timeout": 1}
+        documents[-1].update(failed=failures, completed=1 - len(failures))
+    with pytest.raises(EvidenceError, match=r"^r[:,][^\n]+$"):
+        read_recording(encoded(documents), origin="r")
+
+
+def test_a_slot_of_a_closed_loop_was_never_free_for_it() -> None:
+    """In a closed loop a request that was never sent has no intended arrival."""
+    with pytest.raises(EvidenceError, match=r"'intended_ns': found 0 \(an integer\), expected null"):
+        read_recording(recorded([never_sent("a")], mode="closed", concurrency=1), origin="r")
 
 
 def change(line: int, key: str, value: object) -> Callable[[list[dict[str, Any]]], None]:

@@ -6,7 +6,7 @@ import json
 from fractions import Fraction
 
 import pytest
-from recorded import DONE, MS, answer, event, failed, request, token, usage
+from recorded import DONE, MS, answer, event, never_sent, request, token, usage
 
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual.errors import EvidenceError
@@ -189,7 +189,7 @@ def test_an_error_text_can_be_written() -> None:
 
 def test_a_request_that_was_not_sent_has_no_figures() -> None:
     """Cancelled before its dispatch, it is late by nothing."""
-    found = figures(failed("cancelled", end_ns=0, name="a", dispatch_ns=None, send_start_ns=None))
+    found = figures(never_sent("a"))
     assert (found.lateness_ns, found.ttft_intended_ns, found.completed) == (None, None, False)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-from timed_study import timed_study
+from timed_study import add_length, timed_study
+from tiny_study import TinyStudy
 
 from pytest_kvqual import cli
 from pytest_kvqual._canonical import sha256_file
@@ -161,7 +164,8 @@ def test_arrivals_may_come_from_a_file(copy: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "content", "text"),
     [
-        ("open", "", "--arrivals: found 'open', expected CELL=FILE"),
+        ("open", "", "--arrivals: found 'open', expected CELL=FILE, or LENGTH:CELL=FILE"),
+        ("1025:open={}", "", "--arrivals: found '1025:open', expected a cell with arrivals = \"file\": open"),
         ("opne={}", "", "--arrivals: found 'opne', expected a cell with arrivals = \"file\": open"),
         ("closed={}", "", "--arrivals: found 'closed', expected a cell with"),
         ("open={}", "0\n1.5\n", "line 2: found b'1.5', expected one arrival in whole nanoseconds"),
@@ -182,12 +186,109 @@ def test_arrivals_that_do_not_fit_are_one_line(copy: Path, tmp_path: Path, given
     assert "\n" not in error.value.line()
 
 
-def test_arrivals_of_a_cell_are_given_once(copy: Path, tmp_path: Path) -> None:
-    """Twice is refused, whichever is meant."""
+@pytest.mark.parametrize("again", ["open", "1024:open"])
+def test_arrivals_of_a_cell_are_given_once(copy: Path, tmp_path: Path, again: str) -> None:
+    """Twice is refused, whichever is meant, and however the cell is named."""
     arrivals_from_a_file(copy)
     (tmp_path / "t").write_text("0\n" * 10)
-    with pytest.raises(StudyError, match="--arrivals: found 'open' twice"):
-        trace_command(str(copy), check=False, arrivals=[f"open={tmp_path / 't'}"] * 2)
+    with pytest.raises(StudyError, match=f"--arrivals: found '{again}' twice"):
+        trace_command(str(copy), check=False, arrivals=[f"open={tmp_path / 't'}", f"{again}={tmp_path / 't'}"])
+
+
+def test_arrivals_beside_check_are_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--check`` takes the arrivals from the traces that are there; others are not passed over in silence."""
+    status, out, err = run("trace", str(copy), "--check", "--arrivals", "open=t", capsys=capsys)
+    assert (status, out, err.count("\n")) == (2, [], 1)
+    assert "--arrivals: found 'open=t' with --check, expected none" in err
+
+
+# -- several lengths ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> TinyStudy:
+    """A study that times two lengths by the same rules, so that each cell is there twice."""
+    tiny = timed_study(tmp_path / "studies" / "tiny")
+    add_length(tiny, 32)
+    return tiny
+
+
+def files(tiny: TinyStudy) -> dict[str, bytes]:
+    """Every file of the study."""
+    return {str(path.relative_to(tiny.folder)): path.read_bytes() for path in tiny.folder.rglob("*") if path.is_file()}
+
+
+def test_each_length_has_its_arrivals(both: TinyStudy, tmp_path: Path) -> None:
+    """``LENGTH:CELL=FILE`` names a cell that two lengths have; each trace has the arrivals of its own file."""
+    for _ in range(2):
+        both.replace('arrivals = "constant"\nrate = 20.0\n', 'arrivals = "file"\n')
+    for length in (16, 32):
+        (tmp_path / str(length)).write_text("".join(f"{length * place}\n" for place in range(5)))
+    given = [f"{length}:open={tmp_path / str(length)}" for length in (32, 16)]
+    trace_command(str(both.folder), check=False, arrivals=given)
+    for length in (16, 32):
+        trace = (both.folder / f"traces/{length}-open.jsonl").read_bytes().splitlines()
+        assert [json.loads(line)["intended_ns"] for line in trace[1:]] == [length * place for place in range(5)]
+    before = files(both)
+    for wrong, text in (
+        (["open=t"], "--arrivals: found 'open', a cell of the lengths 16, 32, expected one of 16:open, 32:open"),
+        (["64:open=t"], "--arrivals: found '64:open', expected a cell with arrivals = \"file\": 16:open, 32:open"),
+        (["016:open=t"], "found '016:open', expected a cell with"),
+        (given[:1], "timing.16: cell open: found no file of arrivals, expected one"),
+    ):
+        with pytest.raises(StudyError) as error:
+            trace_command(str(both.folder), check=False, arrivals=wrong)
+        assert text in error.value.line()
+        assert "\n" not in error.value.line()
+    assert files(both) == before
+
+
+def test_no_trace_is_written_where_a_later_length_is_refused(both: TinyStudy) -> None:
+    """A panel that is too small for the second length leaves the first one's traces unwritten too."""
+    both.change("panels/timing-32.json", lambda it: it.update(items=it["items"][1:]))
+    before = files(both)
+    with pytest.raises(StudyError, match=r"timing\.32: cell closed: found 3 measured prompts"):
+        trace_command(str(both.folder), check=False)
+    assert files(both) == before
+
+
+def test_no_plan_is_written_where_a_later_length_is_refused(both: TinyStudy) -> None:
+    """A number of blocks that is refused at the second length leaves the first one's plan unwritten too."""
+    trace_command(str(both.folder), check=False)
+    both.toml.write_text("blocks = 5".join(both.toml.read_text().rsplit("blocks = 6", 1)))
+    before = files(both)
+    with pytest.raises(StudyError, match=r"timing\.32: blocks: found 5"):
+        plan_command(str(both.folder), check=False, default="")
+    assert files(both) == before
+
+
+@pytest.mark.parametrize("fault", ["a folder", "no space"])
+def test_no_plan_is_written_where_a_later_one_cannot_be(
+    both: TinyStudy, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be written is one line, and leaves those before it as they were, without a scrap."""
+    trace_command(str(both.folder), check=False)
+    plan_command(str(both.folder), check=False, default="")
+    for _ in range(2):
+        both.replace("practical = 0.05", "practical = 0.04")
+    last = list(load_study(str(both.folder)).timing.values())[-1].plan
+    if fault == "a folder":
+        last.unlink()
+        last.mkdir()
+    else:
+        whole = Path.write_bytes
+
+        def write_bytes(self: Path, data: bytes) -> int:
+            if last.name in self.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return whole(self, data)
+
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    before = files(both)
+    with pytest.raises(StudyError, match=f"cannot write {last}: ") as error:
+        plan_command(str(both.folder), check=False, default="")
+    assert "\n" not in error.value.line()
+    assert files(both) == before
 
 
 @pytest.mark.parametrize(
@@ -226,6 +327,9 @@ def test_trials_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert lines[:3] == ["native 1", "reference 1", "candidate 1"]
     assert lines[-2:] == ["native 7", "native 8"]
     assert len(set(lines)) == len(lines) == 20
+    status, lines, err = run("plan", folder, "--trials", "16", "--check", capsys=capsys)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert "--trials: found --check beside '16', expected one of them" in err
     for length in ("32", "016", "x"):
         status, lines, err = run("plan", folder, "--trials", length, capsys=capsys)
         assert (status, lines) == (2, [])

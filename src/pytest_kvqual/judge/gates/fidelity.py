@@ -312,6 +312,8 @@ def _lateness(result: Objections, rules: FidelityRules, name: str, case: _Case) 
     dispatch: list[int] = []
     sending: list[int] = []
     for record in case.lines:
+        if record["dispatch_ns"] is None:
+            continue
         dispatch.append(record["dispatch_ns"] - record["intended_ns"])
         # A request that found no connection was never sent; rule 3 says so.
         if record["send_start_ns"] is not None:
@@ -364,8 +366,8 @@ def _errors(result: Objections, rules: FidelityRules, name: str, case: _Case) ->
 
 def _concurrency(result: Objections, rules: FidelityRules, name: str, case: _Case) -> None:
     """Rule 9."""
-    marks = [(record["dispatch_ns"], 1) for record in case.lines]
-    marks += [(record["end_ns"], -1) for record in case.lines]
+    marks = [(record["dispatch_ns"], 1) for record in case.lines if record["dispatch_ns"] is not None]
+    marks += [(record["end_ns"], -1) for record in case.lines if record["end_ns"] is not None]
     flying = peak = 0
     # At one moment an end comes before the dispatch that it makes room for.
     for _, change in sorted(marks):

@@ -41,7 +41,7 @@ from pytest_kvqual.stats.holm import holm
 
 if TYPE_CHECKING:
     from pytest_kvqual.study.model import Comparison, Study
-    from pytest_kvqual.study.plan import Plan, PlannedComparison
+    from pytest_kvqual.study.plan import Plan
 
 GATE = "superiority"
 
@@ -63,7 +63,7 @@ Trials = Mapping[tuple[str, int], Trial | None]
 class Compared:
     """One comparison of the family. Without a result where it is incomplete; ``effects`` are then those there are."""
 
-    comparison: PlannedComparison
+    comparison: Comparison
     effects: Mapping[int, Fraction]
     missing: tuple[tuple[int, str], ...]
     interval: MedianInterval | None
@@ -128,19 +128,15 @@ def judge(study: Study, plan: Plan, *, arm: str, trials: Trials) -> Verdict:
 
 def _undeclared(study: Study, plan: Plan) -> list[str]:
     """How the plan's family differs from the declared one: a comparison less weakens Holm's correction of the rest."""
-
-    def key(it: Comparison | PlannedComparison) -> tuple[str, str, str, str, str]:
-        return it.candidate, it.control, it.cell, it.metric, it.better
-
     rules = study.timing.get(plan.length)
     if rules is None:
         return [f"plan: found one of length {plan.length}, expected a length that the study times"]
-    declared, planned = [key(it) for it in rules.comparisons], [key(it) for it in plan.comparisons]
+    declared, planned = rules.comparisons, plan.comparisons
     left_out, added = [it for it in declared if it not in planned], [it for it in planned if it not in declared]
     return [
-        f"plan: {metric} of {candidate} against '{control}' in {cell}: found it {where}, expected the declared family"
+        f"plan: {_named(it)}: found it {where}, expected the declared family"
         for where, several in (("left out", left_out), ("added", added))
-        for candidate, control, cell, metric, _ in several
+        for it in several
     ]
 
 
@@ -187,7 +183,7 @@ def _family(plan: Plan, trials: Trials) -> tuple[Compared, ...]:
     )
 
 
-def _compared(plan: Plan, comparison: PlannedComparison, trials: Trials) -> Compared:
+def _compared(plan: Plan, comparison: Comparison, trials: Trials) -> Compared:
     effects, missing = _effects(plan, comparison, trials)
     values = list(effects.values())
     interval = None
@@ -223,7 +219,7 @@ def _compared(plan: Plan, comparison: PlannedComparison, trials: Trials) -> Comp
 
 
 def _effects(
-    plan: Plan, comparison: PlannedComparison, trials: Trials
+    plan: Plan, comparison: Comparison, trials: Trials
 ) -> tuple[dict[int, Fraction], tuple[tuple[int, str], ...]]:
     """The effect in each measured block that has one, and why each other has none, with the rule that it breaks."""
     effects: dict[int, Fraction] = {}
@@ -332,7 +328,7 @@ def _figure(plan: Plan, arm: str, found: _Found) -> str:
     return f"{line} (the least of {len(complete)})" if len(complete) > 1 else line
 
 
-def _named(comparison: PlannedComparison) -> str:
+def _named(comparison: Comparison) -> str:
     return f"{comparison.metric} of {comparison.candidate} against '{comparison.control}' in {comparison.cell}"
 
 
