@@ -20,6 +20,8 @@ from pytest_kvqual.metrics.sse import data_of, fields_of
 DONE = b"[DONE]"
 LARGEST: Final = 2**63 - 1
 """The largest integer of a recording, whether a time, a token id or a count."""
+DEPTH: Final = 100
+"""How deep lists and objects of an event's document may stand in each other."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -102,7 +104,7 @@ def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
             document = _DECODER.decode(data.decode("utf-8"))
         except (ValueError, RecursionError):
             document = None
-        if not isinstance(document, dict):
+        if not isinstance(document, dict) or _too_deep(data, document):
             if named_error:
                 stream.error = stream.error or f"found the event 'error' with {data[:60]!r}"
             else:
@@ -120,6 +122,24 @@ def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
         if stream.done and len(stream.arrivals) > before:
             stream.malformed = stream.malformed or "found output tokens after [DONE], expected none"
     return stream
+
+
+def _too_deep(data: bytes, document: object) -> bool:
+    """Whether its lists and objects stand in each other more than :data:`DEPTH` deep.
+
+    The parser's own limit is what the interpreter's stack has left, which is not the same wherever it is called.
+    """
+    if data.count(b"[") + data.count(b"{") <= DEPTH:
+        return False
+    level = [document]
+    for _ in range(DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 def _usage(stream: _Stream, usage: object) -> None:
