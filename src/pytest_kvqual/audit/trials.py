@@ -364,6 +364,8 @@ def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: 
                 if finding.check in (4, 5, 6, 11):
                     own.find(3, f"{name}: {finding.line()}")
             for request in one.requests:
+                if request.lateness is not None and request.lateness < 0:
+                    own.find(3, f"{name}, {request.name}: found it dispatched before its intended arrival")
                 if request.failure is None and request.stream.failure is not None:
                     own.find(3, f"{name}, {request.name}: found completed, expected {request.stream.failure}")
             _bodies(run, own, plan, attempt, name)

@@ -342,6 +342,7 @@ def test_a_load_that_was_interrupted_is_judged(cell: str) -> None:
     document[-2] = {**never, **{key: last[key] for key in ("prompt", "max_tokens", "body_sha256")}}
     document[-1]["completed"] -= 1
     document[-1]["failed"]["cancelled"] = 1
+    document[-1]["end_ns"] = max(line["end_ns"] for line in document[1:-2])
     verdict = records.judge()
     assert verdict.outcome is not Outcome.PASS
     assert not any("rule 3" in line for line in verdict.findings), verdict.findings

@@ -441,7 +441,9 @@ def _placeless(value: object) -> object:
         return value
     known: dict[str, int] = {}
     return [
-        {**it, "storage_id": known.setdefault(repr(it.get("storage_id")), len(known))} if isinstance(it, Mapping) else it
+        {**it, "storage_id": known.setdefault(repr(it.get("storage_id")), len(known))}
+        if isinstance(it, Mapping)
+        else it
         for it in value
     ]
 
