@@ -24,7 +24,8 @@ def canonical_bytes(value: object) -> bytes:
     Accepts None, bool, int, finite float, str, list, tuple and mappings with str keys, nested.
 
     Raises:
-        EvidenceError: NaN, an infinity, a key that is no string, a lone surrogate, or any other type; names its place.
+        EvidenceError: NaN, an infinity, a key that is no string, a lone surrogate, any other type (names its place), or
+            nesting beyond the interpreter's limit.
     """
     return _encode(value, indent=None)
 
@@ -63,9 +64,9 @@ def tree_digest(files: Mapping[str, str]) -> str:
 
 
 def _encode(value: object, *, indent: int | None) -> bytes:
-    plain = _plain(value, "")
     separators = (",", ":") if indent is None else (",", ": ")
     try:
+        plain = _plain(value, "")
         text = json.dumps(
             plain, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=separators, indent=indent
         )
@@ -74,6 +75,8 @@ def _encode(value: object, *, indent: int | None) -> bytes:
         raise EvidenceError(
             f"cannot write the record: found the lone surrogate {error.object[error.start]!r}, expected Unicode text"
         ) from None
+    except RecursionError:
+        raise EvidenceError("cannot write the record: found nesting beyond the interpreter's limit") from None
 
 
 def _plain(value: object, where: str) -> object:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 FIDELITY_LIMIT_S: Final = 180.0
 """Bound of all loads of the fidelity gate together, in seconds."""
+
+_FIRST_CASE: Final = "fidelity-open.jsonl"
 
 PILOT: Final = "pilot-"
 """What the prefix of a pilot's evidence begins with: no gate reads it."""
@@ -157,10 +160,16 @@ class Timing:
             ) from None
         except OSError as error:
             raise EvidenceError(f"cannot write {marker}: {error.strerror or error}") from error
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(pretty_bytes(document))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pretty_bytes(document))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            # Nothing was timed: the block is as it was.
+            with suppress(OSError):
+                marker.unlink()
+            raise EvidenceError(f"cannot write {marker}: {error.strerror or error}") from error
 
     # -- the gates ---------------------------------------------------------------------------------------------------
 
@@ -194,8 +203,9 @@ class Timing:
         if rules is None:
             raise StudyError("found no [fidelity] rules, expected them: the gate is required")
         scope = campaign.own_scope()
-        reader = Reader.latest(campaign.run_dir, scope, prefix=campaign.prefix, names=("fidelity-open.jsonl",))
-        if reader is None:
+        reader = Reader.latest(campaign.run_dir, scope, prefix=campaign.prefix, names=(_FIRST_CASE,))
+        # What was recorded under other receipts is kept, and is none of this judgment.
+        if reader is None or _judgment_in(reader) != permit.judgment:
             with campaign.begin(campaign.selection, scope) as attempt:
                 files = capture_fidelity(
                     rules,
@@ -285,7 +295,7 @@ class Timing:
 
     def _judged(self, reader: Reader, scope: Scope, block: int, *, note: str) -> Verdict:
         """The verdict of one trial's records."""
-        from pytest_kvqual.faults.trial import FAULTS
+        from pytest_kvqual.faults.trial import faults_of
         from pytest_kvqual.judge.gates import trial
         from pytest_kvqual.judge.permit import judgment_of
 
@@ -324,7 +334,7 @@ class Timing:
             load_task_panel(campaign.selection, "parity"),
             evidence=evidence,
             expected=expected,
-            faults=tuple(FAULTS),
+            faults=faults_of(cold=rules.cold),
         )
 
     def _superiority(self) -> Verdict:
@@ -434,3 +444,14 @@ class Timing:
             value = summary.figures[figure].value
             lines.append(f"{figure}: {'none' if value is None else f'{float(value) / 1e6:.3f} ms'}")
         return lines
+
+
+def _judgment_in(reader: Reader) -> object:
+    """The judgment that an attempt's recordings of fidelity carry.
+
+    Raises:
+        EvidenceError: The first of them is damaged.
+    """
+    from pytest_kvqual.metrics.recording import read_recording
+
+    return read_recording(reader.data(_FIRST_CASE), origin=f"{reader.name}/{_FIRST_CASE}").header["judgment"]

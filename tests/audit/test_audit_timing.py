@@ -18,7 +18,11 @@ from timed_run import Made, TimedRun, write_timed_run
 from pytest_kvqual._canonical import sha256_file
 from pytest_kvqual.audit.auditor import Options, Result, audit, lines
 from pytest_kvqual.audit.rederive import GateResult
+from pytest_kvqual.audit.trials import body_of
+from pytest_kvqual.capture.timing import offered_of, warm_up_of
 from pytest_kvqual.judge.verdict import Outcome
+from pytest_kvqual.study.panels import PanelItem
+from pytest_kvqual.study.trace import Trace, TraceRequest
 
 STEM = "candidate-16-65536"
 
@@ -160,6 +164,16 @@ def _between(trial: Any) -> None:
         reading["values"]["prompt_tokens"] += 7
 
 
+def _running(trial: Any) -> None:
+    """Something ran all the time."""
+    for reading in trial["counters"]:
+        reading["values"]["running"] = 1
+
+
+def _overlapping(trial: Any) -> None:
+    trial["intervals"][1]["end_ns"] += 60_000 * MS
+
+
 def _fallback(trial: Any) -> None:
     trial["dispatch"][1]["ranks"] = []
 
@@ -176,7 +190,11 @@ TRIALS: dict[str, tuple[int, Callable[[Any], None]]] = {
     "another qualified attempt": (1, _set("qualified", "native-16-65536/attempt-1")),
     "a tap left on": (2, _tap),
     "taps not read": (2, _no_taps),
+    "no intervals": (3, _set("intervals", [])),
+    "intervals that overlap": (3, _overlapping),
     "a fallback": (5, _fallback),
+    "a request that runs throughout": (7, _running),
+    "counters read once more": (7, lambda trial: trial["counters"].append(trial["counters"][-1])),
     "tokens of others": (7, _counter("generation_tokens", 5)),
     "a warm prefix": (7, _counter("prefix_cache_hits", 16)),
     "a preemption": (7, _counter("preemptions", 1)),
@@ -208,6 +226,15 @@ def _early(lines: list[Line]) -> None:
     for line in lines[1:-1]:
         line["events"][0][0] -= 5 * MS
         line["headers_ns"] -= 4 * MS
+
+
+def _before_the_warm_up(lines: list[Line]) -> None:
+    lines[0]["zero_monotonic_ns"] = 5
+
+
+def _not_settled(lines: list[Line]) -> None:
+    """As soon as the warm-up had ended, whose interval is widened in nothing."""
+    lines[0]["zero_monotonic_ns"] -= 59_800 * MS
 
 
 def _unsuccessful(lines: list[Line]) -> None:
@@ -245,8 +272,16 @@ def _error_at_the_end(lines: list[Line]) -> None:
     lines[1]["events"].append([lines[1]["events"][-1][0], error])
 
 
+def _other_body(lines: list[Line]) -> None:
+    """The body of one request was that of the next one."""
+    lines[1]["body_sha256"] = lines[2]["body_sha256"]
+
+
 CELLS: dict[str, tuple[int, Callable[[list[Line]], None]]] = {
     "an event before sending": (17, _shifted),
+    "another body": (19, _other_body),
+    "before the warm-up": (19, _before_the_warm_up),
+    "not settled": (19, _not_settled),
     "[DONE] removed": (17, _unsuccessful),
     "two prompts exchanged": (17, _other_prompt),
     "first tokens earlier": (19, _early),
@@ -265,6 +300,44 @@ def test_a_damaged_recording_is_found(name: str, timed: TimedRun, tmp_path: Path
     campaign.cell(change)
     campaign.seal()
     assert check in {finding.check for finding in campaign.audited().report.findings}
+
+
+def test_a_recording_of_another_trial_is_found(timed: TimedRun, tmp_path: Path) -> None:
+    """The recording of an earlier block, made to name this one: its requests were those of another attempt."""
+    campaign = Campaign(timed, tmp_path / "run")
+    earlier = to_lines((campaign.place(1) / "cell-open.jsonl").read_bytes())
+
+    def copied(lines: list[Line]) -> None:
+        lines[1:] = earlier[1:]
+
+    campaign.cell(copied)
+    campaign.seal()
+    texts = [finding.text for finding in campaign.audited().report.of(19)]
+    assert any("rule 3: open, open-0000: body_sha256" in text for text in texts), texts
+
+
+def test_the_audit_knows_what_a_timed_request_sends() -> None:
+    """Its body of a request, of a cell or of the warm-up, has the bytes that the recorder sends."""
+    items = [
+        PanelItem(id=f"m{place}", prompt=(7, place, 49_151), targets=(), max_tokens=3, grade="measured")
+        for place in range(3)
+    ]
+    of = {item.id: item for item in items}
+    trace = Trace(
+        cell="open", mode="closed", arrivals=None, rate=None, seed=None, concurrency=1, panel_sha256="0" * 64,
+        requests=tuple(
+            TraceRequest(request=f"open-{place:04d}", intended_ns=None, prompt=item.id, max_tokens=3)
+            for place, item in enumerate(items)
+        ),
+    )  # fmt: skip
+    for offered in (
+        *offered_of(trace, of, model="a/b \u00e9", tag="candidate-16-65536-attempt-2"),
+        *warm_up_of(items, model="a/b \u00e9", tag="candidate-16-65536-attempt-2", max_tokens=5),
+    ):
+        assert offered.body == body_of(
+            list(of[offered.prompt].prompt), model="a/b \u00e9", max_tokens=offered.max_tokens,
+            request_id=f"{'candidate-16-65536/attempt-2'.replace('/', '-')}-{offered.request}",
+        )  # fmt: skip
 
 
 PILOT = f"pilot-{STEM}"

@@ -35,6 +35,7 @@ from recordings import (
 from pytest_kvqual.audit.recomputed import verify
 from pytest_kvqual.audit.recorded import CHECKS, UnreadableError, read_stream, split
 from pytest_kvqual.audit.verify import main
+from pytest_kvqual.metrics.requests import content_failure
 
 OPEN, CLOSED, TRACED = "open", "closed", "traced"
 UNREADABLE = 0
@@ -616,6 +617,10 @@ STREAMS: dict[str, tuple[str | None, list[bytes]]] = {
     ),
     "an empty finish reason alone": ("incomplete", [chunk([1], finish=""), usage(1), DONE]),
     "NaN": ("malformed", [b'data: {"logprob":NaN}\n\n', *FULL]),
+    "100 deep": (None, [b'data: {"x":' + b"[" * 99 + b'"[["' + b"]" * 99 + b"}\n\n", *FULL]),
+    "101 deep": ("malformed", [b'data: {"x":' + b"[" * 100 + b"]" * 100 + b"}\n\n", *FULL]),
+    "an error 101 deep": ("malformed", [b'data: {"error":' + b'{"a":' * 100 + b"0" + b"}" * 101 + b"\n\n", *FULL]),
+    "101 lists beside each other": (None, [b'data: {"x":[' + b"[]," * 101 + b"0]}\n\n", *FULL]),
     "not UTF-8": ("malformed", [b"data: \xff{}\n\n", *FULL]),
     "a BOM in a later event": ("malformed", [FULL[0], b"data: \xef\xbb\xbf{}\n\n", *FULL[1:]]),
     "a token id of true": ("malformed", [b'data: {"choices":[{"index":0,"token_ids":[true]}]}\n\n', *FULL]),
@@ -639,6 +644,9 @@ def test_what_a_stream_comes_to(name: str) -> None:
     """The kind of failure, or none, that the bytes of a stream have."""
     expected, events = STREAMS[name]
     assert read_stream([(place * MS, raw) for place, raw in enumerate(events)], 4).failure == expected
+    # The recorder and the judges decide by other code.
+    found = content_failure(events, 4)
+    assert (None if found is None else found[0]) == expected
 
 
 # -- figures and command ---------------------------------------------------------------------------------------------

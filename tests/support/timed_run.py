@@ -19,6 +19,7 @@ from recordings import MS, Line, answer, request, to_bytes, whole
 from timed_study import PANEL, PLAN, RULES, timed_study
 
 from pytest_kvqual._canonical import digest, pretty_bytes, sha256_bytes, sha256_file
+from pytest_kvqual.capture.timing import body_of
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.faults.trial import FAULTS
@@ -98,6 +99,7 @@ class _Writer:
         self.data = data
         self.receipts: dict[str, dict[str, str]] = {}
         self._last = ""
+        self._tag = ""
 
     def write(self, change: Change, faster: bool) -> TimedRun:
         files = {PANEL: self.rules.panel.read_bytes(), PLAN: self.plan.to_bytes()}
@@ -108,6 +110,7 @@ class _Writer:
         number = dict.fromkeys(ARMS, 1)
         for arm, block in plans.trials(self.plan):
             number[arm] += 1
+            self._tag = f"{arm}-{LENGTH}-{CACHE_BYTES}-attempt-{number[arm]}"
             made = self._made(run, arm, block, faster)
             change(arm, block, made)
             found.attempts[arm, block] = self._attempt(run, arm, block, made)
@@ -182,7 +185,16 @@ class _Writer:
                 loads[f"cell-{name}.jsonl"] = _closed(name, asked, trace.concurrency, first, self._base)
             else:
                 loads[f"cell-{name}.jsonl"] = _open(name, trace, first, self._base)
+        for line in (line for requests in loads.values() for line in requests):
+            prompt = next(item.prompt for item in self.panel.items if item.id == line["prompt"])
+            body = body_of(
+                prompt, model=self.study.model.name, request_id=f"{self._tag}-{line['request']}",
+                max_tokens=line["max_tokens"],
+            )  # fmt: skip
+            line["body_sha256"] = sha256_bytes(body)
         recordings = {}
+        # Each trial on a server of its own, the loads of one a minute apart.
+        begin = block * 3_600_000 * MS
         for file, requests in loads.items():
             name = file.removesuffix(".jsonl").removeprefix("cell-")
             lines = whole(
@@ -193,6 +205,7 @@ class _Writer:
                 judgment=judgment,
                 about=about,
             )
+            lines[0]["zero_monotonic_ns"] = begin = begin + 60_000 * MS
             recordings[file] = lines
         return Made(
             recordings=recordings,
@@ -202,6 +215,7 @@ class _Writer:
                 "judgment": judgment,
                 "exploratory": False,
                 **_read_around(recordings),
+                "intervals": _intervals(recordings),
                 "dispatch": [{"when": when, "ranks": KERNELS} for when in ("before", "after")],
                 "environment": {"before": {"cpus": 2}, "after": {"cpus": 2}},
             },
@@ -331,6 +345,25 @@ def _closed(
         free = sorted([*free, line["end_ns"]])
         found.append(line)
     return found
+
+
+def _intervals(recordings: Mapping[str, Sequence[Line]]) -> list[dict[str, object]]:
+    """What the trial did when: each load within an interval of its own."""
+    spans = {
+        file.removesuffix(".jsonl").replace("cell-", "measurement "): (
+            lines[0]["zero_monotonic_ns"],
+            lines[0]["zero_monotonic_ns"] + lines[-1]["end_ns"],
+        )
+        for file, lines in recordings.items()
+    }
+    first, last = min(begin for begin, _ in spans.values()), max(end for _, end in spans.values())
+    around = [
+        ("qualification", (first - 40 * MS, first - 30 * MS)),
+        ("profiling", (first - 20 * MS, first - 10 * MS)),
+        *spans.items(),
+        ("profiling", (last + 20 * MS, last + 30 * MS)),
+    ]
+    return [{"name": name, "begin_ns": begin - MS, "end_ns": end + MS} for name, (begin, end) in around]
 
 
 def _read_around(recordings: Mapping[str, Sequence[Line]]) -> dict[str, object]:

@@ -21,6 +21,7 @@ from pytest_kvqual.study.trace import build
 
 PLAN, JUDGMENT, PANEL_SHA = "1" * 64, "2" * 64, "3" * 64
 TTFT_NS, TPOT_NS = 100 * MS, 10 * MS
+LOAD_NS = 60_000 * MS
 PROMPT = 5
 TOKENS = 4
 SERIAL = [40, 41, 42, 43]
@@ -146,6 +147,18 @@ def good() -> Records:
         mode="closed",
         concurrency=2,
     )
+    spans = {name: (place + 3) * LOAD_NS for place, name in enumerate((gate.WARM_UP, "open", "closed"))}
+    for name, zero in spans.items():
+        recordings[name][0]["zero_monotonic_ns"] = zero
+    around = {"qualification": LOAD_NS, "profiling": 2 * LOAD_NS, **spans, "profiling again": 6 * LOAD_NS}
+    intervals = [
+        {
+            "name": name.removesuffix(" again") if name not in ("open", "closed") else f"measurement {name}",
+            "begin_ns": zero - MS,
+            "end_ns": zero + LOAD_NS - 2 * MS,
+        }
+        for name, zero in around.items()
+    ]
     counters: list[dict[str, Any]] = []
     ended = 0
     for name in (gate.WARM_UP, "open", "closed"):
@@ -161,7 +174,7 @@ def good() -> Records:
     rank = {"installed": False, "faults": 0, "held": 0}
     document = {
         "schema": 1, "arm": "candidate", "length": 1024, "block": 3, "plan_sha256": PLAN, "judgment": JUDGMENT,
-        "exploratory": False, "counters": counters,
+        "exploratory": False, "counters": counters, "intervals": intervals,
         "taps": [{"when": it["when"], "ranks": [dict(rank)]} for it in counters],
         "dispatch": [{"when": when, "ranks": KERNELS} for when in ("before", "after")],
     }  # fmt: skip

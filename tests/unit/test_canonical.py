@@ -55,6 +55,15 @@ def test_what_has_no_form_is_refused_with_its_place(value: object, words: str) -
     assert "\n" not in caught.value.line()
 
 
+def test_nesting_beyond_the_limit_is_refused() -> None:
+    """A value nested deeper than the interpreter follows is an error of the project, not the interpreter's."""
+    value: object = 0
+    for _ in range(5_000):
+        value = [value]
+    with pytest.raises(EvidenceError, match="nesting beyond"):
+        canonical_bytes(value)
+
+
 def test_pretty_bytes_hold_the_same_content() -> None:
     """The form for people is indented, sorted and ends with a newline."""
     assert pretty_bytes({"b": 1, "a": ["é"]}) == '{\n  "a": [\n    "é"\n  ],\n  "b": 1\n}\n'.encode()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from recorded import recorded
 from timed_study import timed_study
 from tiny_study import TinyStudy
 
@@ -18,13 +21,14 @@ from pytest_kvqual import cli
 from pytest_kvqual import timing as module
 from pytest_kvqual.attempt import Activity, Attempt
 from pytest_kvqual.campaign import Campaign
-from pytest_kvqual.errors import CaptureError, KvqualError, RefusedError, StudyError
+from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, StudyError
 from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
+from pytest_kvqual.judge.permit import TimingPermit
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 from pytest_kvqual.study.freeze import Lock
 from pytest_kvqual.study.load import load_study, select
-from pytest_kvqual.study.model import Arm, Selection, Study
+from pytest_kvqual.study.model import Arm, FidelityRules, Selection, Study
 from pytest_kvqual.timing import PILOT, Timing
 
 LOCK = "a" * 64
@@ -233,6 +237,21 @@ def test_a_refused_permit_claims_nothing(make: Make, measured: list[int]) -> Non
     timing.judge("trial")
 
 
+def test_a_mark_that_cannot_be_written_claims_nothing(make: Make, measured: list[int]) -> None:
+    """A disk that is full when the mark is written is one line; nothing is run, and the trial may still be made."""
+    campaign, timing = make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(EvidenceError, match=rf"^cannot write [^\n]*{MARK}: File too large$"):
+            timing._claim(1, "candidate-16-65536/attempt-1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert measured == []
+    assert list((campaign.run_dir / "claims" / "candidate-16-65536").iterdir()) == []
+    timing.judge("trial")
+
+
 def test_a_trial_without_a_block(make: Make, measured: list[int]) -> None:
     """The gate alone says which option is missing, and begins nothing."""
     campaign, timing = make(block=None)
@@ -389,6 +408,38 @@ def test_superiority_is_given_every_trial_of_the_plan(make: Make, monkeypatch: p
     assert given["arm"] == "candidate"
     assert len(given["trials"]) == 20
     assert [key for key, trial in given["trials"].items() if trial is not None] == [("candidate", 1)]
+
+
+# -- fidelity ----------------------------------------------------------------------------------------------------------
+
+
+def test_fidelity_is_measured_under_the_receipts_that_stand(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings under the same judgment are judged again; those of an earlier one are kept, and new ones are made."""
+    judged: list[str] = []
+
+    def capture(rules: object, *, permit: Any, folder: Path, timeout_s: float, progress: object) -> list[Path]:
+        path = folder / "fidelity-open.jsonl"
+        path.write_bytes(recorded([], judgment=permit.judgment))
+        return [path]
+
+    def judge(study: Study, *, recordings: Any, truths: object, faults: object) -> Verdict:
+        judged.append(json.loads(recordings["open"].splitlines()[0])["judgment"])
+        return Verdict(gate="fidelity", outcome=Outcome.INCONCLUSIVE, figure="f", findings=("f",))
+
+    monkeypatch.setattr("pytest_kvqual.capture.fidelity.capture_fidelity", capture)
+    monkeypatch.setattr("pytest_kvqual.judge.gates.fidelity.judge", judge)
+    rules = FidelityRules(
+        rate=1.0, concurrency=1, requests=1, tokens=1, lateness_p99_ms=1.0, ttft_error_p50_ms=1.0,
+        ttft_error_p99_ms=1.0, tpot_error_p99_ms=1.0,
+    )  # fmt: skip
+    begun = []
+    for judgment in ("1" * 64, "1" * 64, "2" * 64, "2" * 64):
+        campaign, timing = make(block=None)
+        campaign.selection = replace(campaign.selection, study=replace(campaign.study, fidelity=rules))
+        timing._fidelity(cast(TimingPermit, SimpleNamespace(judgment=judgment)))
+        begun.append(len(campaign.begun))
+    assert begun == [1, 0, 1, 0]
+    assert judged == ["1" * 64, "1" * 64, "2" * 64, "2" * 64]
 
 
 # -- the pilot ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Plan:
     """A frozen plan.
 
     ``blocks`` maps a block's number to its order, ``canaries`` a canary's id to its parity item, ``prompts`` each item
-    of the timing panel to the number of its prompt's tokens.
+    of the timing panel to its prompt's tokens.
     """
 
     rules: Mapping[str, object]
@@ -66,7 +66,7 @@ class Plan:
     cells: dict[str, Mapping[str, object]]
     traces: dict[str, bytes] = field(default_factory=dict)
     canaries: dict[str, str] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, list[object]] = field(default_factory=dict)
 
     def share(self, key: str) -> Fraction:
         """A number of the rules, as the decimal that it prints as.
@@ -285,7 +285,7 @@ def _panel(tree: Tree, frozen: Frozen, plan: Plan, stated: object, where: str, r
     document = table(parse(data), "panel")
     for value in items(document, "items", "panel"):
         item = table(value, "item")
-        plan.prompts[text(item, "id", "item")] = len(items(item, "prompt", "item"))
+        plan.prompts[text(item, "id", "item")] = items(item, "prompt", "item")
         if item.get("grade") == "canary":
             plan.canaries[text(item, "id", "item")] = text(item, "expected", "item")
 

@@ -41,7 +41,7 @@ _OVERRUN_NS: Final = 1_000_000_000
 """How long after its time limit a request may be ended: the client looks at its limits now and then."""
 _BILLION: Final = 10**9
 _SHOWN: Final = 40
-_NUMBERED = re.compile(r"(.+)-(\d{4,})")
+_NUMBERED = re.compile(r"(.+)-([0-9]{4,18})")
 
 
 def verify(source: bytes | Iterable[bytes], *, trace: bytes | None = None) -> Verified:

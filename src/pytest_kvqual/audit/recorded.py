@@ -54,6 +54,8 @@ _REQUEST: Final = (
     "failure",
 )  # fmt: skip
 _FOOTER: Final = ("kind", "offered", "completed", "failed", "end_ns")
+_DEPTH: Final = 100
+"""How deep the containers of an event's document may stand in each other."""
 _WALL = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BOM: Final = b"\xef\xbb\xbf"
@@ -533,7 +535,22 @@ def _object(data: bytes) -> dict[str, object] | None:
         value = json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_distinct)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and not _too_deep(data, value) else None
+
+
+def _too_deep(data: bytes, value: object) -> bool:
+    """Whether containers stand in each other more than :data:`_DEPTH` deep; a parser's own limit varies."""
+    if data.count(b"{") + data.count(b"[") <= _DEPTH:
+        return False
+    left: list[tuple[int, object]] = [(1, value)]
+    while left:
+        depth, one = left.pop()
+        inner = list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else None
+        if inner is not None:
+            if depth > _DEPTH:
+                return True
+            left += [(depth + 1, it) for it in inner]
+    return False
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:

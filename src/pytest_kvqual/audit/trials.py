@@ -6,6 +6,7 @@ kernels ran and what the server counted stand as the worker and the server said.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -276,6 +277,8 @@ def judged(run: Run, attempt: Attempt, arm: str, block: int) -> Trial:
         _declared(run, own, plan, trial, arm, block)
         _taps(own, plan, trial)
         _recordings(run, own, plan, attempt, found)
+        with own.reading(3):
+            _apart(own, plan, trial, found)
         _qualified(run, own, plan, attempt, trial, found)
         _counted(own, plan, trial, found)
         for name in plan.cells:
@@ -358,11 +361,14 @@ def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: 
                     if outer.get(key) != value:
                         own.find(1, f"{name}: {key}: found {shown(outer.get(key))}, expected {shown(value)}")
             for finding in one.findings:
-                if finding.check in (4, 5, 11):
+                if finding.check in (4, 5, 6, 11):
                     own.find(3, f"{name}: {finding.line()}")
             for request in one.requests:
+                if request.lateness is not None and request.lateness < 0:
+                    own.find(3, f"{name}, {request.name}: found it dispatched before its intended arrival")
                 if request.failure is None and request.stream.failure is not None:
                     own.find(3, f"{name}, {request.name}: found completed, expected {request.stream.failure}")
+            _bodies(run, own, plan, attempt, name)
             prompts = [request.prompt for request in one.requests]
             if name != WARM_UP:
                 sent |= set(prompts)
@@ -371,6 +377,68 @@ def _recordings(run: Run, own: Objections, plan: Plan, attempt: Attempt, found: 
             failed, allowed = sum(one.failed.values()), Fraction(0) if name == WARM_UP else plan.share("failed_share")
             if failed > allowed * len(prompts):
                 own.find(4, f"{name}: found {failed} of {len(prompts)} requests failed, expected {allowed} of them")
+
+
+def body_of(prompt: Sequence[object], *, model: object, request_id: str, max_tokens: object) -> bytes:
+    """What a timed request sends: a greedy completion of exactly so many tokens, streamed with token ids and usage."""
+    document = {
+        "model": model,
+        "request_id": request_id,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _bodies(run: Run, own: Objections, plan: Plan, attempt: Attempt, name: str) -> None:
+    """Rule 3: what was sent is what the panel has under the prompt's name, as a request of this attempt."""
+    model, stem = run.frozen.part("model").get("name"), attempt.name.replace("/", "-")
+    file = f"{WARM_UP}.jsonl" if name == WARM_UP else f"cell-{name}.jsonl"
+    with run.tree.open(*_path(attempt), file) as source:
+        for line in source:
+            document = table(parse(line), file)
+            if document.get("kind") != "request":
+                continue
+            request, prompt = str(document.get("request")), plan.prompts.get(str(document.get("prompt")))
+            body = None if prompt is None else body_of(
+                prompt, model=model, request_id=f"{stem}-{request}", max_tokens=document.get("max_tokens")
+            )  # fmt: skip
+            if body is None or document.get("body_sha256") != sha256(body):
+                own.find(3, f"{name}, {request}: body_sha256: found that of another body than its prompt makes here")
+
+
+def _apart(own: Objections, plan: Plan, trial: Mapping[str, object], found: Trial) -> None:
+    """Rule 3: intervals one after the other, each load within its own, each cell settled before."""
+    of = {name if name == WARM_UP else f"measurement {name}": name for name in _loads(plan)}
+    wanted = ["qualification", "profiling", *of, "profiling"]
+    values = trial.get("intervals")
+    spans = [table(value, "intervals") for value in (values if isinstance(values, list) else [])]
+    if [span.get("name") for span in spans] != wanted:
+        own.gap(3, f"intervals: found others than {', '.join(wanted)}")
+        return
+    moments = [integer(span, key, "intervals") for span in spans for key in ("begin_ns", "end_ns")]
+    if moments != sorted(moments):
+        own.find(3, "intervals: found some that overlap or go back")
+    before: int | None = None
+    for span in spans:
+        name = of.get(str(span.get("name")))
+        if name is None:
+            continue
+        if name not in found.cells:
+            before = None
+            continue
+        zero = integer(found.cells[name].header, "zero_monotonic_ns", name)
+        end = zero + integer(found.cells[name].footer, "end_ns", name)
+        if sorted(around := [integer(span, "begin_ns", name), zero, end, integer(span, "end_ns", name)]) != around:
+            own.find(3, f"{name}: found a load outside its interval")
+        if before is not None and zero - before < plan.share("settle_s") * 10**9:
+            own.find(3, f"{name}: found it begun {zero - before} ns after the load before it")
+        before = end
 
 
 def _qualified(
@@ -469,6 +537,16 @@ def _moved(trial: Mapping[str, object], name: str, key: str) -> int:
 
 
 def _counted(own: Objections, plan: Plan, trial: Mapping[str, object], found: Trial) -> None:
+    with own.reading(7):
+        times = [when for name in _loads(plan) for when in (_before(name), f"after {name}")]
+        readings = _readings(trial, "counters")
+        if list(readings) != times:
+            own.gap(7, f"counters: found readings {list(readings)}, expected {times}")
+        for when in readings:
+            values = _values(trial, when)
+            for key in ("running", "waiting"):
+                if integer(values, key, f"counters {when}", minimum=-(2**63)):
+                    own.find(7, f"counters {when}: found requests {key}, expected none")
     for name in _loads(plan):
         if name not in found.cells:
             continue
@@ -479,7 +557,7 @@ def _counted(own: Objections, plan: Plan, trial: Mapping[str, object], found: Tr
             if ended < completed or (not lost and ended != completed):
                 own.find(7, f"{name}: found {ended} requests ended on the server, expected {completed} as completed")
             for request in one.requests:
-                counted, asked = request.stream.prompt_tokens, plan.prompts.get(request.prompt)
+                counted, asked = request.stream.prompt_tokens, len(plan.prompts.get(request.prompt, ()))
                 if request.failure is None and counted != asked:
                     own.find(7, f"{name}, {request.name}: found {counted} prompt tokens, expected {asked} of the panel")
             wanted = {

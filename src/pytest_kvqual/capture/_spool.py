@@ -78,7 +78,7 @@ class SpoolReader:
     """The reader: ``header``, and the records by their ``index``.
 
     Raises:
-        EvidenceError: The file is missing or no spool.
+        EvidenceError: The file is missing, no spool, or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,6 +102,9 @@ class SpoolReader:
                     break
                 self._places[meta["index"]] = place
             self._size = size
+        except (LookupError, TypeError, ValueError) as error:
+            self._file.close()
+            raise EvidenceError(f"{path}: found a damaged spool: {type(error).__name__}: {error}") from error
         except BaseException:
             self._file.close()
             raise
@@ -141,6 +144,8 @@ class SpoolReader:
         times, lengths = array("q"), array("I")
         times.frombytes(self._file.read(8 * frame[1]))
         lengths.frombytes(self._file.read(4 * frame[1]))
+        if sum(lengths) != frame[2]:
+            raise ValueError(f"reads of {sum(lengths)} bytes in {frame[2]}")
         return meta, times, [self._file.read(length) for length in lengths]
 
 

@@ -16,6 +16,8 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.capture._response import MalformedError, ResponseReader
 
 _TEXT_LIMIT = 300
+RESPONSE_LIMIT = 32 << 20
+"""The most bytes of a response. An endless one would take the client's memory, and no reader takes its line."""
 Origin = tuple[str, int]
 
 
@@ -112,6 +114,7 @@ class _Connection(asyncio.Protocol):
         "_open",
         "_origin",
         "_pool",
+        "_received",
         "_socket",
         "_stamp",
         "_stream",
@@ -148,6 +151,7 @@ class _Connection(asyncio.Protocol):
         """Send the request now, in this call, as far as the socket takes it."""
         self._exchange, exchange.connection = exchange, self
         self._note_ns, self._note, self._chunked = exchange.reads_ns.append, exchange.reads.append, False
+        self._received = 0
         head, body = exchange.head, exchange.body
         exchange.send_start_ns = self._stamp()
         try:
@@ -178,6 +182,10 @@ class _Connection(asyncio.Protocol):
             return
         self._note_ns(now)
         self._note(data)
+        self._received += len(data)
+        if self._received > RESPONSE_LIMIT:
+            self._fail(now, "transport", f"found a response of more than {RESPONSE_LIMIT} bytes")
+            return
         # A chunked body ends in CR LF CR LF. A read without one, and that cannot complete one, needs no look: the
         # reader counts through it later, in one go with others.
         if self._chunked and b"\r\n\r\n" not in data and data[0] not in b"\r\n":

@@ -30,7 +30,7 @@ import pytest_kvqual
 from pytest_kvqual._canonical import canonical_bytes
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.capture.recorder import Load, Offered, replay
-from pytest_kvqual.errors import CaptureError
+from pytest_kvqual.errors import CaptureError, EvidenceError
 from pytest_kvqual.faults.recorder import RECORDER_FAULTS
 from pytest_kvqual.judge.permit import TimingPermit
 from pytest_kvqual.study.model import FidelityRules
@@ -149,7 +149,11 @@ def capture_fidelity(
                 plant=None if case.fault is None else RECORDER_FAULTS[case.fault].plant,
             )
             # The form of every document of evidence.
-            truth.write_bytes(canonical_bytes({**ask(port, "GET", "/truth"), "case": case.name}) + b"\n")
+            document = canonical_bytes({**ask(port, "GET", "/truth"), "case": case.name})
+            try:
+                truth.write_bytes(document + b"\n")
+            except OSError as error:
+                raise EvidenceError(f"cannot write {truth}: {error.strerror or error}") from None
             files += [recording, truth]
             if progress is not None:
                 progress(done + 1, total)

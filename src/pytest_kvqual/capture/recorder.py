@@ -390,6 +390,11 @@ def convert(
     reader = SpoolReader(spool)
     try:
         return _convert(reader, spool, out, record)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if record is not None:
+            # A planted fault's own.
+            raise
+        raise EvidenceError(f"{spool}: found a damaged spool: {describe(error)}") from error
     finally:
         reader.close()
 
@@ -421,8 +426,10 @@ def _convert(
     failed: dict[str, int] = {}
     end = 0
     try:
-        with out.open("xb") as file:
-            try:
+        file = out.open("xb")
+        try:
+            # The last bytes leave the buffer when the file is closed: a full disk may show only then.
+            with file:
                 file.write(canonical_bytes(head) + b"\n")
                 for line in lines():
                     if line["failure"] is not None:
@@ -438,10 +445,10 @@ def _convert(
                     "end_ns": end,
                 }
                 file.write(canonical_bytes(footer) + b"\n")
-            except BaseException:
-                # Half a recording beside the whole spool would only be mistaken for one.
-                out.unlink()
-                raise
+        except BaseException:
+            # Half a recording beside the whole spool would only be mistaken for one.
+            out.unlink()
+            raise
     except FileExistsError:
         raise EvidenceError(f"found {out}, expected no file of that name", advice=f"{spool} holds the reads") from None
     except OSError as error:

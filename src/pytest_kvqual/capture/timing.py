@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Final
@@ -45,6 +46,8 @@ _COUNTERS: Final = {
 _TTFT_SUM = "vllm:time_to_first_token_seconds_sum"
 _SUCCESS = "vllm:request_success_total"
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?")
+_MOST: Final = 2**63
 _REASON = re.compile(r'finished_reason="([^"]*)"')
 
 
@@ -189,16 +192,18 @@ def parse_counters(text: str, *, origin: str) -> dict[str, object]:
     """The counters in a page of the Prometheus text format.
 
     Raises:
-        ServerError: One is missing.
+        ServerError: One is missing, or is no number that a counter can have.
     """
-    sums: dict[str, float] = {}
+    sums: dict[str, Fraction] = {}
     success: dict[str, int] = {}
+    wanted = {*_COUNTERS.values(), _TTFT_SUM, _SUCCESS}
     for line in text.splitlines():
         sample = _SAMPLE.fullmatch(line) if not line.startswith("#") else None
-        if sample is None:
+        if sample is None or sample[1] not in wanted:
             continue
-        name, labels, value = sample[1], sample[2] or "", float(sample[3])
-        sums[name] = sums.get(name, 0.0) + value
+        name, labels = sample[1], sample[2] or ""
+        value = _sample(name, sample[3], origin)
+        sums[name] = sums.get(name, Fraction(0)) + value
         reason = _REASON.search(labels)
         if name == _SUCCESS and reason is not None:
             success[reason[1]] = success.get(reason[1], 0) + int(value)
@@ -208,7 +213,22 @@ def parse_counters(text: str, *, origin: str) -> dict[str, object]:
             f"{origin}: found no {missing[0]}, expected it", advice="do not disable the engine's statistics"
         )
     found: dict[str, object] = {key: int(sums[name]) for key, name in _COUNTERS.items()}
-    return found | {"ttft_sum_s": sums[_TTFT_SUM], "success": dict(sorted(success.items()))}
+    return found | {"ttft_sum_s": float(sums[_TTFT_SUM]), "success": dict(sorted(success.items()))}
+
+
+def _sample(name: str, text: str, origin: str) -> Fraction:
+    """The value of one sample; only the sum of times may have a fraction.
+
+    Raises:
+        ServerError: It is no finite number of at least 0, or no whole one where things are counted.
+    """
+    whole = name != _TTFT_SUM
+    # float() would also take '1_0' and digits of other scripts, and int() would cut a fraction off.
+    value = Fraction(text) if _NUMBER.fullmatch(text) else None
+    if value is None or value < 0 or value >= _MOST or (whole and value.denominator != 1):
+        expected = "a count" if whole else "a number of seconds"
+        raise ServerError(f"{origin}: {name}: found {text[:40]!r}, expected {expected} of at least 0")
+    return value
 
 
 def environment() -> dict[str, object]:

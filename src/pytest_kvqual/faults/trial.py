@@ -29,10 +29,14 @@ _FROM_DISPATCH: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialFault:
-    """One fault: the rule of the trial judge that must object, and how it is planted."""
+    """One fault: the rule of the trial judge that must object, and how it is planted.
+
+    ``cold``: it is one only where the plan says that no prefix may be found in the cache.
+    """
 
     rule: int
     plant: Callable[[Evidence], Evidence | None]
+    cold: bool = False
 
 
 def _copy(evidence: Evidence) -> dict[str, Any]:
@@ -177,7 +181,7 @@ FAULTS: Final[Mapping[str, TrialFault]] = MappingProxyType(
         "request-left-out": TrialFault(rule=3, plant=_request_left_out),
         "fallback-after-the-interval": TrialFault(rule=5, plant=_fallback_after),
         "foreign-traffic": TrialFault(rule=7, plant=_foreign_traffic),
-        "warm-prefix": TrialFault(rule=7, plant=_warm_prefix),
+        "warm-prefix": TrialFault(rule=7, plant=_warm_prefix, cold=True),
         "preempted": TrialFault(rule=7, plant=_preempted),
         "answer-changed": TrialFault(rule=8, plant=_answer_changed),
         "late-dispatch": TrialFault(rule=9, plant=_late_dispatch),
@@ -185,3 +189,8 @@ FAULTS: Final[Mapping[str, TrialFault]] = MappingProxyType(
     }
 )
 """The seeded faults of the gate, by name."""
+
+
+def faults_of(*, cold: bool) -> tuple[str, ...]:
+    """The faults that are to be planted in the trials of a plan that is ``cold``, or is not."""
+    return tuple(name for name, fault in FAULTS.items() if cold or not fault.cold)

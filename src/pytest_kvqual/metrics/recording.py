@@ -82,6 +82,9 @@ def read_recording(data: bytes, *, origin: str) -> Recording:
     for key, value in counted.items():
         if footer[key] != value:
             raise EvidenceError(f"{origin}: {key}: found {footer[key]!r} at the end, expected {value!r} as recorded")
+    last = max((it for it in (request["end_ns"] for request in requests) if isinstance(it, int)), default=0)
+    if footer["end_ns"] != last:
+        raise EvidenceError(f"{origin}: end_ns: found {footer['end_ns']!r} at the end, expected {last!r} as recorded")
     if header["requests"] != len(requests):
         raise EvidenceError(
             f"{origin}: found {len(requests)} requests, expected {header['requests']} as the header says"
@@ -93,7 +96,11 @@ def _line(line: bytes, origin: str) -> Mapping[str, object]:
     value = parse_json(line, origin=origin, error=EvidenceError)
     if not isinstance(value, Mapping):
         raise EvidenceError(f"{origin}: found {type(value).__name__}, expected a JSON object")
-    if canonical_bytes(value) != line:
+    try:
+        same = canonical_bytes(value) == line
+    except EvidenceError as error:
+        raise EvidenceError(f"{origin}: found content that has no canonical bytes: {error}") from None
+    if not same:
         raise EvidenceError(f"{origin}: found other bytes than the canonical ones of this content")
     return value
 
@@ -116,12 +123,12 @@ def _header(document: Mapping[str, object], origin: str) -> Mapping[str, object]
         table.fail("schema", str(schema), str(SCHEMA))
     mode = table.choice("mode", ("open", "closed"))
     if mode == "closed":
-        table.integer("concurrency", minimum=1)
+        table.integer("concurrency", minimum=1, maximum=LARGEST)
     elif document["concurrency"] is not None:
         table.fail("concurrency", repr(document["concurrency"]), "null in an open loop")
     table.string("cell")
-    table.integer("requests", minimum=0)
-    table.integer("timeout_ns", minimum=1)
+    table.integer("requests", minimum=0, maximum=LARGEST)
+    table.integer("timeout_ns", minimum=1, maximum=LARGEST)
     table.integer("zero_monotonic_ns", minimum=-LARGEST, maximum=LARGEST)
     table.boolean("exploratory")
     for key in ("trace_sha256", "judgment"):
@@ -138,7 +145,7 @@ def _request(document: Mapping[str, object], origin: str, mode: str) -> Mapping[
     table.string("request")
     table.string("prompt")
     table.string("body_sha256")
-    table.integer("max_tokens", minimum=1)
+    table.integer("max_tokens", minimum=1, maximum=LARGEST)
     failure = document["failure"]
     if document["dispatch_ns"] is None:
         _never_sent(table, document, mode)

@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Final, NoReturn
 
 from pytest_kvqual._decode import describe
@@ -19,6 +20,8 @@ from pytest_kvqual.metrics.sse import data_of, fields_of
 DONE = b"[DONE]"
 LARGEST: Final = 2**63 - 1
 """The largest integer of a recording, whether a time, a token id or a count."""
+DEPTH: Final = 100
+"""How deep lists and objects of an event's document may stand in each other."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -101,7 +104,7 @@ def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
             document = _DECODER.decode(data.decode("utf-8"))
         except (ValueError, RecursionError):
             document = None
-        if not isinstance(document, dict):
+        if not isinstance(document, dict) or _too_deep(data, document):
             if named_error:
                 stream.error = stream.error or f"found the event 'error' with {data[:60]!r}"
             else:
@@ -119,6 +122,24 @@ def _read(events: Iterable[tuple[int, bytes]]) -> _Stream:
         if stream.done and len(stream.arrivals) > before:
             stream.malformed = stream.malformed or "found output tokens after [DONE], expected none"
     return stream
+
+
+def _too_deep(data: bytes, document: object) -> bool:
+    """Whether its lists and objects stand in each other more than :data:`DEPTH` deep.
+
+    The parser's own limit is what the interpreter's stack has left, which is not the same wherever it is called.
+    """
+    if data.count(b"[") + data.count(b"{") <= DEPTH:
+        return False
+    level = [document]
+    for _ in range(DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 def _usage(stream: _Stream, usage: object) -> None:
@@ -261,6 +282,33 @@ def figures(record: Mapping[str, object]) -> RequestFigures:
         per_event=tuple(count for _, count in stream.arrivals),
         gaps_ns=tuple(gaps),
     )
+
+
+def disorder(record: Mapping[str, object]) -> str | None:
+    """Where the moments of a recorded request do not follow each other, in words; None where they do.
+
+    Intended, dispatch, admission, connected, send start, send end; and send start, header, each event, end. A moment
+    that was not reached is passed over, as is a request that was never dispatched.
+
+    Raises:
+        EvidenceError: Its events cannot be decoded.
+    """
+    if record["dispatch_ns"] is None:
+        return None
+    sending = ("intended_ns", "dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns")
+    events = [(f"events[{place}]", at) for place, (at, _) in enumerate(events_of(record, origin="events"))]
+    end = ("end_ns", _time(record, "end_ns"))
+    # What answers may come before all was sent.
+    chains = (
+        [*((key, _time(record, key)) for key in sending), end],
+        [("send_start_ns", _time(record, "send_start_ns")), ("headers_ns", _time(record, "headers_ns")), *events, end],
+    )
+    for chain in chains:
+        known = [(key, at) for key, at in chain if at is not None]
+        for (first, before), (second, after) in pairwise(known):
+            if after < before:
+                return f"found {second} at {after}, expected at least {before} of {first}"
+    return None
 
 
 def _time(record: Mapping[str, object], key: str) -> int | None:

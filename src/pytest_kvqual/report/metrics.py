@@ -21,6 +21,9 @@ def metrics(path: Path, *, formulas: bool = False) -> tuple[str, ...]:
         EvidenceError: The file cannot be read, or is no whole recording.
     """
     try:
+        # A pipe or a device may have no end.
+        if path.exists() and not path.is_file():
+            raise EvidenceError(f"found {path}, which is no regular file, expected a recording")
         data = path.read_bytes()
     except OSError as error:
         raise EvidenceError(f"cannot read {path}: {error.strerror}") from None

@@ -72,6 +72,9 @@ CONDITIONS: Final = (
     "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
     "prefix-hit", "resumed", "padding",
 )  # fmt: skip
+#: Bounds of a timing plan: what nobody can run in a lifetime is a slip of the pen.
+_MOST_BLOCKS, _MOST_REQUESTS, _LONGEST_S, _MOST_TTFT_MS = 1_000, 1_000_000, 86_400.0, 60_000.0
+_WARM_UP = "warm-up"
 #: The gates that time; each must say ``timing = true``.
 TIMING_GATES: Final = ("fidelity", "trial", "superiority")
 #: The timing gate of a run with --block, and that of a run without: each rests on the other's work, never on its own.
@@ -636,28 +639,39 @@ def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
     for index, cell in enumerate(cells):
         if any(cell.name == other.name or cell.trace == other.trace for other in cells[:index]):
             table.fail(f"cells[{index}]", f"the name or trace of another cell in '{cell.name}'", "its own")
+    if not any(cell.canaries for cell in cells):
+        # A trial without one cannot show that its answers are right, and would not pass.
+        table.fail("cells", "no canary in any cell", "at least one", advice="set canaries of a cell")
     comparisons = table.tables("comparisons", known=_COMPARISON)
     if not comparisons:
         table.fail("comparisons", "no comparison", "at least one")
     return TimingRules(
         arms=timed,
-        blocks=table.integer("blocks", minimum=1),
+        blocks=table.integer("blocks", minimum=1, maximum=_MOST_BLOCKS),
         null_arm=table.choice("null_arm", timed),
-        null_pairs=table.integer("null_pairs", minimum=1),
-        warm_up=table.integer("warm_up", minimum=1),
-        settle_s=table.number("settle_s", minimum=0.0),
+        null_pairs=table.integer("null_pairs", minimum=1, maximum=_MOST_BLOCKS),
+        warm_up=table.integer("warm_up", minimum=1, maximum=_MOST_REQUESTS),
+        settle_s=table.number("settle_s", minimum=0.0, maximum=_LONGEST_S),
         cells=cells,
         comparisons=tuple(_comparison(it, timed, cells) for it in comparisons),
         alpha=_share(table, "alpha"),
         confidence=_share(table, "confidence"),
         practical=_share(table, "practical"),
         lateness_fraction=_share(table, "lateness_fraction"),
-        server_ttft_ms=_above_zero(table, "server_ttft_ms", "ms"),
+        server_ttft_ms=_server_ttft(table),
         failed_share=table.number("failed_share", minimum=0.0, maximum=1.0),
         cold=table.boolean("cold"),
         panel=_file(table, "panel", table.string("panel"), directory, "the timing panel"),
         plan=_made(table, "plan", directory),
     )
+
+
+def _server_ttft(table: Table) -> float:
+    """A limit that the seeded slow client exceeds."""
+    value = _above_zero(table, "server_ttft_ms", "ms")
+    if value > _MOST_TTFT_MS:
+        table.fail("server_ttft_ms", f"{value:g}", f"at most {_MOST_TTFT_MS:g} ms")
+    return value
 
 
 def _share(table: Table, key: str) -> float:
@@ -671,7 +685,7 @@ def _made(table: Table, key: str, directory: Path) -> Path:
     """A file of the study's folder that a command writes: it need not be there yet, and `kvqual freeze` asks for it."""
     name = table.string(key)
     path = _absolute(name, directory)
-    if not path.is_relative_to(directory) or path == directory:
+    if not path.is_relative_to(directory) or path == directory or "\0" in name:
         table.fail(key, f"'{name}'", f"a path inside {directory}")
     return path
 
@@ -686,17 +700,21 @@ def _cell(table: Table, directory: Path) -> Cell:
         table.fail("seed", f"a seed of {arrivals} arrivals", "none: nothing is drawn")
     if table.has("rate") and arrivals == "file":
         table.fail("rate", "a rate of arrivals from a file", "none: the file says when")
-    requests = table.integer("requests", minimum=1)
+    # Of a closed loop the first N are the burst: without one more there is no figure of the steady state.
+    requests = table.integer("requests", minimum=2 if mode == "closed" else 1, maximum=_MOST_REQUESTS)
+    name = table.string("name", pattern=r"[a-z][a-z0-9-]*", form="lower-case letters, digits and '-'")
+    if name == _WARM_UP:
+        table.fail("name", f"'{name}'", "another name: so is the load before the cells called")
     return Cell(
-        name=table.string("name", pattern=r"[a-z][a-z0-9-]*", form="lower-case letters, digits and '-'"),
+        name=name,
         mode="open" if mode == "open" else "closed",
         arrivals=cast('Literal["constant", "poisson", "file"] | None', arrivals),
         rate=_above_zero(table, "rate", "requests/s") if arrivals in ("constant", "poisson") else None,
         seed=table.string("seed") if arrivals == "poisson" else None,
-        concurrency=table.integer("concurrency", minimum=1, maximum=requests) if mode == "closed" else None,
+        concurrency=table.integer("concurrency", minimum=1, maximum=requests - 1) if mode == "closed" else None,
         requests=requests,
         canaries=table.integer("canaries", minimum=0, maximum=requests - 1),
-        max_tokens=table.integer("max_tokens", minimum=2),
+        max_tokens=table.integer("max_tokens", minimum=2, maximum=_MOST_REQUESTS),
         trace=_made(table, "trace", directory),
     )
 

@@ -43,6 +43,8 @@ _HEADER: Final = (
 _REQUEST: Final = ("request", "intended_ns", "prompt", "max_tokens")
 _CONTEXT: Final = Context(prec=40, rounding=ROUND_HALF_EVEN)
 _SECOND: Final = 10**9
+_LAST_NS: Final = 30 * 86_400 * _SECOND
+"""The latest arrival of a trace: a month. What is later cannot be meant, and beyond 2**63 cannot be recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +134,7 @@ def build(
 
     Raises:
         StudyError: The panel has too few items, or the arrivals of a file are not as many as the requests, or not in
-            order.
+            order, or an arrival is later than a month after the start.
     """
     measured = [item for item in items if item.grade == "measured"]
     canaries = [item for item in items if item.grade == "canary"]
@@ -150,6 +152,12 @@ def build(
                 advice="add items to the timing panel: no prompt is sent twice",
             )
         times = _arrivals(cell, (arrivals or {}).get(cell.name))
+        if times and times[-1] > _LAST_NS:
+            raise StudyError(
+                f"cell {cell.name}: found an arrival {Decimal(times[-1]) / _SECOND:.6g} s after zero, expected all "
+                f"within {_LAST_NS // _SECOND} s",
+                advice="raise the rate or lower the requests",
+            )
         requests = []
         for index in range(cell.requests):
             item = (canaries if index in places else measured).pop(0)

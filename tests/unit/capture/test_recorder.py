@@ -24,7 +24,7 @@ from raw_server import HEAD, LAST, Handler, Peer, RawServer, answer, chunk, comp
 
 from pytest_kvqual._canonical import canonical_bytes, sha256_bytes
 from pytest_kvqual.audit.recomputed import verify
-from pytest_kvqual.capture import _schedule, recorder
+from pytest_kvqual.capture import _schedule, _transport, recorder
 from pytest_kvqual.capture._spool import Spool, SpoolReader
 from pytest_kvqual.capture.recorder import Load, Offered, Seams, convert, replay
 from pytest_kvqual.errors import CaptureError, EvidenceError
@@ -314,6 +314,21 @@ class TestFailures:
         assert kind == "timeout"
         assert 190 * MS < line["end_ns"] - line["dispatch_ns"] < 600 * MS
 
+    def test_an_endless_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Loop) -> None:
+        """A server that never stops sending is a failure at the largest response, and not the end of the memory."""
+        monkeypatch.setattr(_transport, "RESPONSE_LIMIT", 1 << 20)
+
+        def handle(peer: Peer) -> None:
+            if peer.request() is not None:
+                peer.send(HEAD)
+                while not peer.server.stopped.is_set():
+                    peer.send(chunk(b": ping\n\n" * 8_000))
+
+        kind, line = failure_of(handle, tmp_path / "r.jsonl", loop=loop)
+        assert kind == "transport"
+        assert line["failure"]["text"] == "found a response of more than 1048576 bytes"
+        assert 1_000_000 < len(body_of(line)) < 3_000_000
+
     def test_refused(self, tmp_path: Path, loop: Loop) -> None:
         """Nobody listens: each request is a failure, none raises, in both modes."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -537,6 +552,27 @@ class TestInterrupts:
         assert texts == {"not sent, or in flight when the recorder ended"}
 
 
+def kept(folder: Path) -> Path:
+    """A spool as a killed process leaves it: two requests, of which one had ended."""
+    head = {
+        "header": {
+            "cell": "r", "trace_sha256": None, "judgment": None, "exploratory": False, "about": {}, "mode": "closed",
+            "concurrency": 1, "timeout_ns": 5_000 * MS, "loop": "asyncio", "timer": "timerfd",
+        },
+        "wall": "2031-01-31T23:59:59Z",
+        "requests": [
+            {"request": it.request, "prompt": it.prompt, "max_tokens": 4, "intended_ns": None, "body_sha256": "a" * 64}
+            for it in trace(2, every_ns=None)
+        ],
+    }  # fmt: skip
+    spool = Spool(folder / "kept.spool", head)
+    spool.add({"index": -1, "zero": 10, "wall": "2031-01-31T23:59:59Z"}, (), ())
+    times = {"intended": 10, "dispatch": 11, "connected": 12, "send_start": 13, "send_end": 14, "end": 20}
+    spool.add({"index": 0, **times, "eof": False, "failure": None}, [15, 20], [HEAD, answer(1)[len(HEAD) :]])
+    spool.close()
+    return spool.path
+
+
 class TestDisk:
     """A disk that takes no more."""
 
@@ -577,6 +613,21 @@ class TestDisk:
         assert not out.exists()
         assert convert(out.with_suffix(".spool"), out)["completed"] == 5
 
+    @pytest.mark.parametrize("taken", [1, 500, 1_500])
+    def test_full_at_the_last_byte(self, tmp_path: Path, taken: int) -> None:
+        """A disk that is full only when the file is closed leaves no half recording either."""
+        spool, out = kept(tmp_path), tmp_path / "r.jsonl"
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (taken, before[1]))
+        try:
+            with pytest.raises(EvidenceError, match="cannot write") as caught:
+                convert(spool, out)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "\n" not in caught.value.line()
+        assert not out.exists()
+        assert convert(spool, out)["offered"] == 2
+
     def test_no_folder(self, tmp_path: Path) -> None:
         """A folder that is not there is one line."""
         with pytest.raises(EvidenceError, match="cannot write"):
@@ -593,6 +644,21 @@ class TestDisk:
         (tmp_path / "c.spool").write_bytes(data[:-3])
         with pytest.raises(EvidenceError, match="without a header"):
             SpoolReader(tmp_path / "c.spool")
+
+    def test_a_damaged_spool_is_one_line(self, tmp_path: Path) -> None:
+        """Whatever byte of a spool was changed, it is converted, or refused in one line, and leaves no recording."""
+        spool, out = kept(tmp_path), tmp_path / "r.jsonl"
+        data, refusals = spool.read_bytes(), []
+        for place in range(len(data)):
+            spool.write_bytes(data[:place] + bytes([data[place] ^ 0xA5]) + data[place + 1 :])
+            try:
+                convert(spool, out)
+                out.unlink()
+            except EvidenceError as error:
+                refusals.append(error.line())
+            assert not out.exists()
+        assert len(refusals) > len(data) // 4
+        assert not any("\n" in line for line in refusals)
 
 
 class TestSeams:

@@ -17,7 +17,7 @@ from recorded import MS, event, never_sent
 from trial_records import PARITY, TIMED, Records, expecting, good
 
 from pytest_kvqual._canonical import canonical_bytes
-from pytest_kvqual.faults.trial import FAULTS
+from pytest_kvqual.faults.trial import FAULTS, faults_of
 from pytest_kvqual.judge.gates import trial
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 
@@ -82,7 +82,8 @@ def each(records: Records, cell: str, change: Callable[[dict[str, Any]], None]) 
 
 def late(line: dict[str, Any]) -> None:
     """A dispatch 2 ms after the intended arrival: twice what the rules allow of a TTFT of 100 ms."""
-    line["dispatch_ns"] += 2 * MS
+    for key in ("dispatch_ns", "admission_ns", "connected_ns", "send_start_ns", "send_end_ns", "headers_ns"):
+        line[key] += 2 * MS
 
 
 def with_error(records: Records) -> None:
@@ -128,6 +129,11 @@ def line(cell: str, place: int, key: str, value: object) -> Callable[[Records], 
     return lambda it: it.recordings[cell][place].update({key: value})
 
 
+def counters(change: Callable[[dict[str, Any]], object]) -> Callable[[Records], None]:
+    """Every reading of the counters changed alike, so that none of them moved."""
+    return lambda it: it.from_on("before-warm-up", change)  # type: ignore[arg-type] # what it returns is not looked at
+
+
 def unlike(key: str) -> Callable[[Records], None]:
     """Another value of the server's identity."""
     return lambda it: it.identity["ranks"][0].update({key: "other"})
@@ -154,10 +160,23 @@ BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
     "no rank": (2, lambda it: it.trial["taps"][5].update(ranks=[])),
     "a reading of taps left out": (2, lambda it: it.trial["taps"].pop(2)),
     "another trace": (3, header("open", "trace_sha256", "0" * 64)),
+    "another concurrency": (3, header("closed", "concurrency", 3)),
     "another arrival": (3, line("open", 2, "intended_ns", 499 * MS)),
     "another prompt": (3, line("closed", 2, "prompt", "m0")),
     "another limit": (3, line("open", 2, "max_tokens", 5)),
     "an error as a success": (3, with_error),
+    "sent after its answer": (3, line("open", 1, "send_start_ns", 101 * MS)),
+    "connected before its dispatch": (3, line("closed", 2, "connected_ns", -1)),
+    "a header after its event": (3, line("open", 1, "headers_ns", 101 * MS)),
+    "ended before its last event": (3, line("open", 1, "end_ns", 0)),
+    "events that go back": (3, lambda it: it.recordings["warm-up"][1]["events"][1].__setitem__(0, 99 * MS)),
+    "no intervals": (3, lambda it: it.trial.pop("intervals")),
+    "an interval left out": (3, lambda it: it.trial["intervals"].pop(1)),
+    "an interval without an end": (3, lambda it: it.trial["intervals"][1].pop("end_ns")),
+    "intervals that overlap": (3, lambda it: it.trial["intervals"][1].update(end_ns=180_000 * MS)),
+    "a load before its interval": (3, header("open", "zero_monotonic_ns", 5)),
+    "a load after its interval": (3, header("closed", "zero_monotonic_ns", 10**15)),
+    "a cell that did not settle": (3, lambda it: setattr(it, "rules", replace(it.rules, settle_s=60.0))),
     "a cell's prompt in the warm-up": (3, lambda it: it.recordings["warm-up"][1].update(prompt="m1")),
     "half of the requests failed": (4, lambda it: fail(it, "open", 0, 1, 5)),
     "a warm-up request failed": (4, lambda it: fail(it, "warm-up", 0)),
@@ -174,6 +193,10 @@ BROKEN: dict[str, tuple[int, Callable[[Records], object]]] = {
     "foreign prompts": (7, counter("after closed", "prompt_tokens", 9)),
     "a preemption": (7, counter("after open", "preemptions", 1)),
     "a warm prefix": (7, counter("after open", "prefix_cache_hits", 16)),
+    "a request that runs throughout": (7, counters(lambda values: values.update(running=1))),
+    "a request that waits throughout": (7, counters(lambda values: values.update(waiting=2))),
+    "no word of what runs": (7, counters(lambda values: values.pop("running"))),
+    "counters read once more": (7, lambda it: it.trial["counters"].append(dict(it.trial["counters"][-1]))),
     "another tokenizer": (7, other_prompt_tokens),
     "another answer": (8, other_token),
     "no serial reference": (8, lambda it: expecting(it, reference=[])),
@@ -196,6 +219,16 @@ def test_a_rule_broken_alone_is_found_under_that_rule(name: str) -> None:
     assert verdict.outcome is not Outcome.PASS
 
 
+@pytest.mark.parametrize(
+    ("failed", "share", "offered", "found"),
+    [(29, 0.29, 100, False), (30, 0.29, 100, True), (0, 0.0, 7, False), (1, 0.0, 7, True), (57, 0.57, 100, False),
+     (7, 0.07, 100, False), (8, 0.07, 100, True), (5, 1.0, 5, False)],
+)  # fmt: skip
+def test_a_share_is_the_decimal_that_it_prints_as(failed: int, share: float, offered: int, found: bool) -> None:
+    """29 of 100 requests are 0.29 of them, though 0.29 * 100 is less than 29 in float64."""
+    assert trial.too_many(failed, share, offered) is found
+
+
 def test_failures_within_the_share_pass() -> None:
     """Two of six may fail, and are in the figures."""
     records = good()
@@ -208,11 +241,36 @@ def test_failures_within_the_share_pass() -> None:
 
 
 def test_a_warm_plan_may_find_prefixes() -> None:
-    """Only a cold plan forbids them; its seeded fault then has nothing to say, and no rule is broken."""
+    """Only a cold plan forbids them; of the seeded faults, that of a warm prefix is then none."""
     records = good()
     records.rules = replace(records.rules, cold=False)
     counter("after open", "prefix_cache_hits", 16)(records)
-    assert records.judge(faults=("preempted",)).outcome is Outcome.PASS
+    verdict = records.judge(faults=faults_of(cold=False))
+    assert (verdict.outcome, verdict.findings) == (Outcome.PASS, ())
+    assert set(faults_of(cold=True)) - set(faults_of(cold=False)) == {"warm-prefix"}
+    assert faults_of(cold=True) == tuple(FAULTS)
+
+
+def test_a_difference_at_the_limit_is_not_above_it() -> None:
+    """The server's mean is 150 ms, the client's 100 ms and the limit 50 ms; in float64 they are further apart."""
+    records = good()
+    counter("after open", "ttft_sum_s", 0.3)(records)
+    before, after = (records.values(when)["ttft_sum_s"] for when in ("before open", "after open"))
+    assert abs((after - before) * 1e3 / 6 - 100) > 50
+    verdict = records.judge()
+    assert (verdict.outcome, verdict.findings) == (Outcome.PASS, ())
+
+
+@pytest.mark.parametrize("value", [[], {}, [[1]], None])
+def test_addresses_of_any_kind_are_compared_by_which_layers_share_one(value: object) -> None:
+    """Another process has other addresses; what they are made of does not matter."""
+    records = good()
+    shared = {"name": "a", "storage_id": 5}
+    expecting(records, identity=[{**records.identity["ranks"][0], "layers": [shared, shared]}])
+    records.identity["ranks"][0]["layers"] = [{"name": "a", "storage_id": value}] * 2
+    assert records.judge().outcome is Outcome.PASS
+    records.identity["ranks"][0]["layers"] = [{"name": "a", "storage_id": it} for it in (value, 6)]
+    assert rules_of(records.judge()) == {6}
 
 
 @pytest.mark.parametrize("faults", [(), ("no-such-fault",)])
@@ -284,6 +342,7 @@ def test_a_load_that_was_interrupted_is_judged(cell: str) -> None:
     document[-2] = {**never, **{key: last[key] for key in ("prompt", "max_tokens", "body_sha256")}}
     document[-1]["completed"] -= 1
     document[-1]["failed"]["cancelled"] = 1
+    document[-1]["end_ns"] = max(line["end_ns"] for line in document[1:-2])
     verdict = records.judge()
     assert verdict.outcome is not Outcome.PASS
     assert not any("rule 3" in line for line in verdict.findings), verdict.findings

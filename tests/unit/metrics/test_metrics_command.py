@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_what_is_no_recording_is_one_line(
     assert out == ""
     assert err.startswith("kvqual metrics: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe that nobody writes to, or a folder, is one line at once."""
+    path = tmp_path / "x.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert cli.main(["metrics", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_document_has_every_definition() -> None:

@@ -120,6 +120,10 @@ REFUSED: dict[str, Callable[[list[dict[str, Any]]], object]] = {
     "failed": change(3, "failed", {"timeout": 2}),
     "unknown failure": change(3, "failed", {"other": 1}),
     "end": change(3, "end_ns", None),
+    "another end": change(3, "end_ns", 8),
+    "a limit of tokens out of range": change(1, "max_tokens", 2**63),
+    "a time limit out of range": change(0, "timeout_ns", 2**63),
+    "a concurrency out of range": change(0, "concurrency", 2**63),
     "unknown key": change(1, "more", 1),
     "no footer": lambda documents: documents.pop(),
     "request left out": lambda documents: documents.pop(1),
@@ -141,8 +145,11 @@ def test_a_damaged_recording_is_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"", b"\n", encoded(GOOD)[:-1], encoded(GOOD[:1]), b"[]\n[]\n", b"{\n{\n", b"\xff\n\n",
-     encoded(GOOD).replace(b'"a"', b' "a"', 1), encoded(GOOD) + b"\n"],
-    ids=["empty", "blank", "cut", "header alone", "lists", "no JSON", "no UTF-8", "not canonical", "blank line"],
+     encoded(GOOD).replace(b'"a"', b' "a"', 1), encoded(GOOD) + b"\n",
+     *(encoded(GOOD).replace(b'"about":{}', b'"about":{"x":%s}' % (b"[" * deep + b"]" * deep)) for deep in (600, 900)),
+     encoded(GOOD).replace(b'"about":{}', b'"about":{"x":"\\ud800"}')],
+    ids=["empty", "blank", "cut", "header alone", "lists", "no JSON", "no UTF-8", "not canonical", "blank line",
+         "nested", "nested deeper", "lone surrogate"],
 )  # fmt: skip
 def test_other_bytes_are_one_line(data: bytes) -> None:
     """A file that is no recording, or half of one."""

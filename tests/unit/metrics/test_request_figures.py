@@ -128,6 +128,8 @@ ERROR = event({"error": {"message": "boom", "code": 500}})
         ([b'data: {"x":NaN}\n\n', *answer([1])], "malformed"),
         ([b'data: {"x":"\xff"}\n\n', *answer([1])], "malformed"),
         ([b"data: " + b"[" * 100_000 + b"\n\n", *answer([1])], "malformed"),
+        ([b'data: {"x":' + b"[" * 100 + b"]" * 100 + b"}\n\n", *answer([1])], "malformed"),
+        ([b'data: {"error":' + b'{"a":' * 100 + b"0" + b"}" * 101 + b"\n\n", *answer([1])], "malformed"),
         ([event({"choices": [{"index": 0, "token_ids": [True]}]}), *answer([1])], "malformed"),
         ([event({"choices": [{"index": 0, "token_ids": [10**40]}]}), *answer([1])], "malformed"),
         ([event({"choices": [{"index": 0, "token_ids": "12"}]}), *answer([1])], "malformed"),

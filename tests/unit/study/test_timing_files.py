@@ -334,3 +334,44 @@ def test_trials_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         status, lines, err = run("plan", folder, "--trials", length, capsys=capsys)
         assert (status, lines) == (2, [])
         assert f"--trials: found '{length}', expected a length with a timing plan: 16" in err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("null_pairs = 1", "null_pairs = 1000000", "null_pairs': found 1000000"),
+        ("blocks = 6", "blocks = 60000", "blocks': found 60000"),
+        ("warm_up = 4", "warm_up = 9223372036854775808", "warm_up': found 9223372036854775808"),
+        ("settle_s = 1.0", "settle_s = 1e300", "settle_s': found 1e+300"),
+        (
+            "canaries = 2\nmax_tokens = 24",
+            "canaries = 2\nmax_tokens = 9223372036854775808",
+            "max_tokens': found 9223372036854775808",
+        ),
+        ('plan = "plans/1024.json"', 'plan = "a\\u0000b"', "plan': found 'a\\x00b'"),
+        ('trace = "traces/1024-open.jsonl"', 'trace = "a\\u0000b"', "trace': found 'a\\x00b'"),
+        ('name = "closed"', 'name = "warm-up"', "name': found 'warm-up', expected another name"),
+        ("concurrency = 4\nrequests = 12", "concurrency = 12\nrequests = 12", "concurrency': found 12"),
+        ("server_ttft_ms = 25.0", "server_ttft_ms = 1e9", "server_ttft_ms': found 1e+09, expected at most 60000 ms"),
+        ("rate = 0.4", "rate = 1e-12", "cell open: found an arrival"),
+        ("rate = 0.4", "rate = 1e-300", "cell open: found an arrival"),
+    ],
+)
+def test_what_nobody_can_run_is_refused_at_once(
+    copy: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, text: str
+) -> None:
+    """A slip of the pen in a timing plan is one line before anything is written, not a hang or a void trial."""
+    change(copy, old, new)
+    status, lines, err = run("trace", str(copy), capsys=capsys)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert text in err
+    assert not (copy / "traces").exists()
+
+
+def test_a_plan_without_a_canary_is_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its trials could not show that their answers are right: no seeded fault of an answer would be caught."""
+    path = copy / "study.toml"
+    path.write_text(path.read_text(encoding="utf-8").replace("canaries = 2", "canaries = 0"), encoding="utf-8")
+    status, lines, err = run("trace", str(copy), capsys=capsys)
+    assert (status, lines, err.count("\n")) == (2, [], 1)
+    assert "in 'timing.1024.cells': found no canary in any cell, expected at least one" in err

@@ -6,12 +6,15 @@ A trial that breaks a rule is void: its figures are kept and enter no statistics
    (the judgment's digest, in the record and in every recording), and is not exploratory.
 2. Whenever taps were read, before and after each load, no tap, fault or held block was in place on any rank.
 3. Each cell's recording is whole: its requests are the frozen trace's (SHA-256), in order, and offered = completed +
-   failed. So is the warm-up's, whose prompts are none of the cells'.
+   failed; the moments of each follow each other. So is the warm-up's, whose prompts are none of the cells'. By the
+   client's clock the intervals of the trial do not overlap, each load lies within its own, and each cell's begins
+   ``settle_s`` or more after the end of the load before it.
 4. At most ``failed_share`` of a cell's requests failed; none of the warm-up's.
 5. The kernels of each layer, read before the warm-up and after the last cell, are those that were qualified.
 6. Layers, parameters, scales and settings of the server are those that were qualified (addresses apart).
 7. Over each load the server counted what the client did: requests ended, prompt tokens, output tokens; no preemption;
-   with ``cold``, no prefix found in the cache.
+   with ``cold``, no prefix found in the cache. Its counters were read before and after each load, and no request ran or
+   waited then.
 8. Each canary's tokens are those of the arm's serial reference, as far as both go.
 9. The 99th percentile of the dispatch lateness is at most ``lateness_fraction`` of ``practical`` times the median TTFT
    from the intended arrival: what the client adds is small against the effect that is looked for.
@@ -33,7 +36,7 @@ from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, conclude, null_check
 from pytest_kvqual.judge.verdict import Check, Poison, Verdict
 from pytest_kvqual.metrics.recording import Recording, read_recording
-from pytest_kvqual.metrics.requests import content_failure, events_of, figures
+from pytest_kvqual.metrics.requests import content_failure, disorder, events_of, figures
 from pytest_kvqual.metrics.summary import Summary, summarise
 from pytest_kvqual.study.trace import Trace, parse_trace
 from pytest_kvqual.tasks.parity import reference_output
@@ -47,6 +50,7 @@ GATE = "trial"
 WARM_UP = "warm-up"
 ORDER = "forward"
 _COUNTED: Final = ("prompt_tokens", "generation_tokens")
+_SECOND: Final = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +139,15 @@ def judge(
             "cells": {name: _details(cell) for name, cell in cells.items()},
         },
     )
+
+
+def too_many(failed: int, share: float, offered: int) -> bool:
+    """Whether more than a share of the requests failed, the share as the decimal that it prints as: 0.29 of 100 is 29.
+
+    Raises:
+        ValueError: The share is no finite number.
+    """
+    return failed > Fraction(str(share)) * offered
 
 
 def _planted(fault: TrialFault, evidence: Evidence) -> Evidence | None:
@@ -226,15 +239,18 @@ def _judge(
     for name, found in cells.items():
         failed = sum(found.summary.failed.values())
         allowed = 0.0 if name == WARM_UP else rules.failed_share
-        if not failed <= allowed * found.summary.offered:
+        if too_many(failed, allowed, found.summary.offered):
             kinds = ", ".join(f"{count} {kind}" for kind, count in found.summary.failed.items())
             own.find(4, f"{name}: found {failed} of {found.summary.offered} requests failed ({kinds}), expected at "
                         f"most {allowed:g} of them")  # fmt: skip
+    with own.reading(3):
+        _apart(own, rules, trial, cells)
     # 5. and 6.
     _kernels(own, trial, expected.kernels)
     _identity(own, evidence.identity, expected.identity)
     # 7.
     with own.reading(7):
+        _quiet(own, rules, trial)
         for before, after, name in _loads(rules):
             if name in cells:
                 _counted(own, rules, _values(trial, before), _values(trial, after), name, cells[name])
@@ -274,6 +290,9 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
             if hidden is not None:
                 own.find(3, f"{name}, {record['request']}: found a completed request, expected the failure "
                             f"{hidden[0]}: {hidden[1]}")  # fmt: skip
+        broken = disorder(record)
+        if broken is not None:
+            own.find(3, f"{name}, {record['request']}: {broken}")
     summary = summarise(recording)
     if summary.offered != summary.completed + sum(summary.failed.values()):
         own.find(3, f"{name}: found {summary.completed} completed and {sum(summary.failed.values())} failed of "
@@ -284,6 +303,9 @@ def _recorded(own: Objections, evidence: Evidence, expected: Expected, name: str
 def _as_traced(own: Objections, recording: Recording, trace: Trace, digest: str, name: str) -> None:
     if recording.header.get("trace_sha256") != digest:
         own.find(3, f"{name}: trace_sha256: found {recording.header.get('trace_sha256')!r}, expected {digest}")
+    for key, load in (("mode", trace.mode), ("concurrency", trace.concurrency)):
+        if recording.header.get(key) != load:
+            own.find(3, f"{name}: {key}: found {recording.header.get(key)!r}, expected {load!r} as in the trace")
     if len(recording.requests) != len(trace.requests):
         own.find(3, f"{name}: found {len(recording.requests)} requests, expected {len(trace.requests)} as in the trace")
         return
@@ -294,6 +316,53 @@ def _as_traced(own: Objections, recording: Recording, trace: Trace, digest: str,
         if line.intended_ns is not None and record.get("intended_ns") != line.intended_ns:
             own.find(3, f"{name}, {line.request}: intended_ns: found {record.get('intended_ns')!r}, expected "
                         f"{line.intended_ns}")  # fmt: skip
+
+
+def _apart(own: Objections, rules: TimingRules, trial: Mapping[str, object], cells: Mapping[str, _Cell]) -> None:
+    """The intervals of the trial, and the loads within them, one after the other on the client's clock."""
+    loads = [(WARM_UP, WARM_UP), *((f"measurement {cell.name}", cell.name) for cell in rules.cells)]
+    wanted = ["qualification", "profiling", *(interval for interval, _ in loads), "profiling"]
+    value = trial.get("intervals")
+    intervals = [it for it in value if isinstance(it, Mapping)] if isinstance(value, list) else []
+    names = [it.get("name") for it in intervals]
+    if names != wanted:
+        own.gap(3, f"intervals: found {names!r:.200}, expected {wanted}")
+        return
+    spans: dict[str, tuple[int, int]] = {}
+    last = 0
+    for name, it in zip(wanted, intervals, strict=True):
+        begin, end = _integer(it, "begin_ns"), _integer(it, "end_ns")
+        if not last <= begin <= end:
+            own.find(3, f"interval {name}: found {begin} to {end}, expected it after {last}, the end of the one before")
+        spans[name] = (begin, end)
+        last = end
+    settled: int | None = None
+    for interval, name in loads:
+        if name not in cells:
+            settled = None
+            continue
+        recording = cells[name].recording
+        zero = _integer(recording.header, "zero_monotonic_ns")
+        end = zero + _integer(recording.footer, "end_ns")
+        if not spans[interval][0] <= zero <= end <= spans[interval][1]:
+            own.find(3, f"{name}: found a load from {zero} to {end}, expected it within its interval, "
+                        f"{spans[interval][0]} to {spans[interval][1]}")  # fmt: skip
+        if settled is not None and not zero - settled >= Fraction(str(rules.settle_s)) * _SECOND:
+            own.find(3, f"{name}: found it begun {zero - settled} ns after the load before it, expected "
+                        f"{rules.settle_s:g} s or more")  # fmt: skip
+        settled = end
+
+
+def _quiet(own: Objections, rules: TimingRules, trial: Mapping[str, object]) -> None:
+    """The counters were read when they should be, once each, while no request ran or waited."""
+    _, found = _read_when(trial, "counters")
+    if found != _readings(rules):
+        raise EvidenceError(f"trial.json: found counters read {found!r:.200}, expected {_readings(rules)}")
+    for when in _readings(rules):
+        values = _values(trial, when)
+        for key in ("running", "waiting"):
+            if count := _integer(values, key):
+                own.find(7, f"counters {when}: found {count} requests {key}, expected none")
 
 
 def _readings(rules: TimingRules) -> list[str]:
@@ -370,9 +439,11 @@ def _placeless(value: object) -> object:
     """A part of an identity with addresses replaced by which layers share a storage: a fresh process has others."""
     if not isinstance(value, list):
         return value
-    known: dict[object, int] = {}
+    known: dict[str, int] = {}
     return [
-        {**it, "storage_id": known.setdefault(it.get("storage_id"), len(known))} if isinstance(it, Mapping) else it
+        {**it, "storage_id": known.setdefault(repr(it.get("storage_id")), len(known))}
+        if isinstance(it, Mapping)
+        else it
         for it in value
     ]
 
@@ -389,7 +460,7 @@ def _values(trial: Mapping[str, object], when: str) -> Mapping[str, object]:
 def _integer(values: Mapping[str, object], key: str) -> int:
     value = values.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise EvidenceError(f"trial.json: counter {key}: found {value!r}, expected an integer")
+        raise EvidenceError(f"trial.json: {key}: found {value!r:.100}, expected an integer")
     return value
 
 
@@ -516,11 +587,16 @@ def _server_ttft(own: Objections, rules: TimingRules, trial: Mapping[str, object
             10, f"{name}: found {count} first tokens on the server, expected {len(own_mean)} as the client received"
         )
         return
-    server_ms = (float(sums[1]) - float(sums[0])) * 1e3 / count  # type: ignore[arg-type]  # checked above
-    client_ms = float(Fraction(sum(own_mean), len(own_mean))) / 1e6
-    if not abs(client_ms - server_ms) <= rules.server_ttft_ms:
+    try:
+        first, last = (Fraction(str(value)) for value in sums)
+    except ValueError:
+        raise EvidenceError(f"trial.json: counter ttft_sum_s: found {sums!r}, expected finite numbers") from None
+    # Exact, as the decimals that were read: a difference at the limit is at the limit.
+    server_ms, client_ms = (last - first) * 1000 / count, Fraction(sum(own_mean), len(own_mean) * 10**6)
+    if not abs(client_ms - server_ms) <= Fraction(str(rules.server_ttft_ms)):
         own.find(
-            10, f"{name}: found a mean TTFT of {client_ms:.1f} ms at the client and {server_ms:.1f} ms at the server, "
+            10, f"{name}: found a mean TTFT of {float(client_ms):.1f} ms at the client and {float(server_ms):.1f} ms "
+            "at the server, "
             f"expected at most {rules.server_ttft_ms:g} ms between them: the client or the way to it is the bound"
         )  # fmt: skip
 
