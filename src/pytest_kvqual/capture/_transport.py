@@ -179,8 +179,8 @@ class _Connection(asyncio.Protocol):
         self._note_ns(now)
         self._note(data)
         # A chunked body ends in CR LF CR LF. A read without one, and that cannot complete one, needs no look: the
-        # reader counts through it later, in one go with others.
-        # (find, for "in" first raises and drops a TypeError: is it an integer?)
+        # reader counts through it later, in one go with others. (Not "in", which tries an integer first and drops the
+        # TypeError: as much as the rest of this call.)
         if self._chunked and data[0] > 0x0D and data.find(b"\r\n\r\n") < 0:
             return
         self.look(self._exchange, now)
