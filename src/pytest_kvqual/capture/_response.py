@@ -17,7 +17,7 @@ _SIZES: dict[bytes, int] = {}
 _SIZES_LIMIT: Final = 8_192
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n\x00]*)?\Z")
-_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
+_FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*)\Z")
 _HEX = re.compile(rb"[0-9A-Fa-f]+\Z")
 _FRAMING = frozenset({"connection", "transfer-encoding", "content-length"})
 _DIGITS = re.compile(rb"[0-9]+\Z")
@@ -224,10 +224,10 @@ class ResponseReader:
         pairs: list[tuple[str, str]] = []
         framing: dict[str, list[str]] = {}
         for line in lines:
-            name, colon, value = line.partition(b":")
-            if not colon or not _NAME.match(name) or b"\n" in value or b"\r" in value or b"\0" in value:
+            field = _FIELD.match(line)
+            if not field:
                 raise MalformedError(f"found the header line {line[:60]!r}")
-            pair = name.decode("ascii"), value.strip(b" \t").decode("latin-1")
+            pair = field[1].decode("ascii"), field[2].rstrip(b" \t").decode("latin-1")
             pairs.append(pair)
             key = pair[0].lower()
             if key in _FRAMING:

@@ -10,13 +10,18 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pytest_kvqual.errors import EvidenceError
 
-_MAGIC = b"kvqual-spool-1\n"
-# Bytes of the record's JSON, number of reads, bytes of all reads.
-_FRAME = struct.Struct("<IIQ")
+STAMPS: Final = ("intended", "dispatch", "connected", "send_start", "send_end", "end")
+"""What :meth:`Spool.add` is given of each request, in this order, beside its reads."""
+_MAGIC = b"kvqual-spool-2\n"
+# A record: its index, bytes of its JSON, number of reads, bytes of all reads; then the JSON, where there is any; then,
+# of 64 bits each, the stamps (-1: none), the reads' times and their lengths; then the reads.
+_FRAME = struct.Struct("<qIIQ")
+_HEADER = -3
+_NO_STAMPS: Final = (None,) * len(STAMPS)
 
 
 class Spool:
@@ -43,19 +48,26 @@ class Spool:
             raise EvidenceError(f"cannot write {path}: {error.strerror}") from None
         self._end = 0
         try:
-            self._append(_MAGIC + _record(header, (), ()))
+            self._append(_MAGIC + _record(_HEADER, header, _NO_STAMPS, (), ()))
         except BaseException:
             self._file.close()
             path.unlink()
             raise
 
-    def add(self, meta: Mapping[str, object], reads_ns: Sequence[int], reads: Sequence[bytes]) -> None:
-        """Keep one request.
+    def add(
+        self,
+        index: int,
+        more: Mapping[str, object],
+        stamps: Sequence[int | None] = _NO_STAMPS,
+        reads_ns: Sequence[int] = (),
+        reads: Sequence[bytes] = (),
+    ) -> None:
+        """Keep one request: ``stamps`` as :data:`STAMPS` names them, ``more`` what else there is to say, as JSON.
 
         Raises:
             EvidenceError: The file cannot be written; what was kept before stays whole.
         """
-        self._append(_record(meta, reads_ns, reads))
+        self._append(_record(index, more, stamps, reads_ns, reads))
 
     def close(self) -> None:
         """No more records."""
@@ -121,35 +133,51 @@ class SpoolReader:
         """Read no more."""
         self._file.close()
 
-    def _frame(self, size: int) -> tuple[int, int, int] | None:
+    def _meta(self, size: int) -> dict[str, Any] | None:
+        found = self._start(size)
+        if found is None:
+            return None
+        meta, reads, data = found
+        self._file.seek(16 * reads + data, 1)
+        return meta
+
+    def _next(self, size: int) -> tuple[dict[str, Any], Sequence[int], list[bytes]] | None:
+        found = self._start(size)
+        if found is None:
+            return None
+        meta, reads, data = found
+        numbers = self._numbers(2 * reads)
+        times, lengths = numbers[:reads], numbers[reads:]
+        if any(length < 0 for length in lengths) or sum(lengths) != data:
+            raise ValueError(f"reads of {sum(lengths)} bytes in {data}")
+        return meta, times, [self._file.read(length) for length in lengths]
+
+    def _start(self, size: int) -> tuple[dict[str, Any], int, int] | None:
+        """What stands before the reads' times, the number of reads and their bytes; None without a whole record."""
         start = self._file.read(_FRAME.size)
         if len(start) < _FRAME.size:
             return None
-        meta, reads, data = _FRAME.unpack(start)
-        return (meta, reads, data) if self._file.tell() + meta + 12 * reads + data <= size else None
-
-    def _meta(self, size: int) -> dict[str, Any] | None:
-        frame = self._frame(size)
-        if frame is None:
+        index, text, reads, data = _FRAME.unpack(start)
+        if self._file.tell() + text + 8 * len(STAMPS) + 16 * reads + data > size:
             return None
-        found: dict[str, Any] = json.loads(self._file.read(frame[0]))
-        self._file.seek(12 * frame[1] + frame[2], 1)
-        return found
+        more = json.loads(self._file.read(text)) if text else {}
+        stamps = (None if stamp < 0 else stamp for stamp in self._numbers(len(STAMPS)))
+        return {"index": index, **dict(zip(STAMPS, stamps, strict=True)), **more}, reads, data
 
-    def _next(self, size: int) -> tuple[dict[str, Any], Sequence[int], list[bytes]] | None:
-        frame = self._frame(size)
-        if frame is None:
-            return None
-        meta = json.loads(self._file.read(frame[0]))
-        times, lengths = array("q"), array("I")
-        times.frombytes(self._file.read(8 * frame[1]))
-        lengths.frombytes(self._file.read(4 * frame[1]))
-        if sum(lengths) != frame[2]:
-            raise ValueError(f"reads of {sum(lengths)} bytes in {frame[2]}")
-        return meta, times, [self._file.read(length) for length in lengths]
+    def _numbers(self, count: int) -> array[int]:
+        numbers = array("q")
+        numbers.frombytes(self._file.read(8 * count))
+        return numbers
 
 
-def _record(meta: Mapping[str, object], reads_ns: Sequence[int], reads: Sequence[bytes]) -> bytes:
-    text = json.dumps(meta, separators=(",", ":")).encode()
-    frame = _FRAME.pack(len(text), len(reads), sum(map(len, reads)))
-    return b"".join((frame, text, array("q", reads_ns).tobytes(), array("I", map(len, reads)).tobytes(), *reads))
+def _record(
+    index: int,
+    more: Mapping[str, object],
+    stamps: Sequence[int | None],
+    reads_ns: Sequence[int],
+    reads: Sequence[bytes],
+) -> bytes:
+    text = json.dumps(more, separators=(",", ":")).encode() if more else b""
+    numbers = array("q", [*(-1 if stamp is None else stamp for stamp in stamps), *reads_ns, *map(len, reads)])
+    data = b"".join(reads)
+    return b"".join((_FRAME.pack(index, len(text), len(reads), len(data)), text, numbers.tobytes(), data))

@@ -6,6 +6,7 @@ Nothing is retried, re-sent, redirected or sent through a proxy, and no number o
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -113,6 +114,7 @@ class _Connection(asyncio.Protocol):
         "_note_ns",
         "_open",
         "_origin",
+        "_poll",
         "_pool",
         "_received",
         "_socket",
@@ -125,11 +127,13 @@ class _Connection(asyncio.Protocol):
         self._stamp = pool.stamp
         self._exchange: Exchange | None = None
         self._open = True
+        self._poll = select.poll()
         self._stream: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The stream is ours."""
         self._stream = transport  # type: ignore[assignment] # a stream's transport is a Transport
+        self._poll.register(self._socket, select.POLLIN)
 
     def usable(self) -> bool:
         """Whether the peer has neither closed it nor sent what nobody asked for.
@@ -138,14 +142,10 @@ class _Connection(asyncio.Protocol):
         """
         if not self._open:
             return False
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError:
-            pass
-        self.abort()
-        return False
+        if self._poll.poll(0):
+            self.abort()
+            return False
+        return True
 
     def send(self, exchange: Exchange) -> None:
         """Send the request now, in this call, as far as the socket takes it."""
@@ -187,8 +187,9 @@ class _Connection(asyncio.Protocol):
             self._fail(now, "transport", f"found a response of more than {RESPONSE_LIMIT} bytes")
             return
         # A chunked body ends in CR LF CR LF. A read without one, and that cannot complete one, needs no look: the
-        # reader counts through it later, in one go with others.
-        if self._chunked and b"\r\n\r\n" not in data and data[0] not in b"\r\n":
+        # reader counts through it later, in one go with others. (Not "in", which tries an integer first and drops the
+        # TypeError: as much as the rest of this call.)
+        if self._chunked and data[0] > 0x0D and data.find(b"\r\n\r\n") < 0:
             return
         self.look(self._exchange, now)
 

@@ -161,7 +161,7 @@ def replay(
             _close(event_loop, run.transport)
             if isinstance(interrupt, EvidenceError):
                 raise interrupt
-            spool.add({"index": _WHOLE}, (), ())
+            spool.add(_WHOLE, {})
             spool.close()
             footer = convert(spool.path, out, record=seams.record)
             spool.path.unlink()
@@ -327,22 +327,21 @@ class _Run:
     def _keep(self, exchange: Exchange, intended: int) -> None:
         if self.spool is None:
             return
-        meta = {
-            "index": exchange.index,
-            "intended": intended,
-            "dispatch": exchange.dispatch_ns,
-            "connected": exchange.connected_ns,
-            "send_start": exchange.send_start_ns,
-            "send_end": exchange.send_end_ns,
-            "end": exchange.end_ns,
-            "eof": exchange.eof,
-            "failure": exchange.failure,
-        }
-        self.spool.add(meta, exchange.reads_ns, exchange.reads)
+        # As in STAMPS.
+        stamps = (
+            intended,
+            exchange.dispatch_ns,
+            exchange.connected_ns,
+            exchange.send_start_ns,
+            exchange.send_end_ns,
+            exchange.end_ns,
+        )
+        more = {} if exchange.failure is None else {"eof": exchange.eof, "failure": exchange.failure}
+        self.spool.add(exchange.index, more, stamps, exchange.reads_ns, exchange.reads)
 
     def _keep_zero(self) -> None:
         if self.spool is not None:
-            self.spool.add({"index": _ZERO, "zero": self.zero_ns, "wall": self.zero_wall}, (), ())
+            self.spool.add(_ZERO, {"zero": self.zero_ns, "wall": self.zero_wall})
 
     def _report(self) -> None:
         if self._progress is None:
@@ -405,10 +404,11 @@ def _convert(
     requests = reader.header["requests"]
     found = reader.record(_ZERO)
     zero = found[0]["zero"] if found is not None else 0
+    whole = reader.record(_WHOLE) is not None
 
     def lines() -> Iterator[dict[str, Any]]:
         for index, request in enumerate(requests):
-            line = _line(request, reader.record(index), zero, whole=reader.record(_WHOLE) is not None)
+            line = _line(request, reader.record(index), zero, whole=whole)
             changed = line if change is None else change(line)
             if changed is not None:
                 yield changed
@@ -500,7 +500,7 @@ def _line(
         stamp = meta.get(name)
         return None if stamp is None else stamp - zero
 
-    failure = meta["failure"]
+    failure = meta.get("failure")
     if failure is None and reader.status != 200:
         failure = ("status", f"HTTP status {reader.status}")
     # Some servers close after the last event and send no last chunk. The stream then says itself whether it is whole.

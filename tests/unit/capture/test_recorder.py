@@ -566,9 +566,8 @@ def kept(folder: Path) -> Path:
         ],
     }  # fmt: skip
     spool = Spool(folder / "kept.spool", head)
-    spool.add({"index": -1, "zero": 10, "wall": "2031-01-31T23:59:59Z"}, (), ())
-    times = {"intended": 10, "dispatch": 11, "connected": 12, "send_start": 13, "send_end": 14, "end": 20}
-    spool.add({"index": 0, **times, "eof": False, "failure": None}, [15, 20], [HEAD, answer(1)[len(HEAD) :]])
+    spool.add(-1, {"zero": 10, "wall": "2031-01-31T23:59:59Z"})
+    spool.add(0, {}, (10, 11, 12, 13, 14, 20), [15, 20], [HEAD, answer(1)[len(HEAD) :]])
     spool.close()
     return spool.path
 
