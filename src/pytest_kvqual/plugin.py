@@ -182,7 +182,8 @@ def pytest_collection_modifyitems(
     if config.getoption("backend") is not None:
         _check_backend(config.getoption("backend"), config.invocation_params.dir)
     gates = [item for item in items if item.get_closest_marker("gate") is not None]
-    if not gates or hasattr(config, "workerinput"):
+    pilots = any(item.get_closest_marker("pilot") is not None for item in items)
+    if not (gates or pilots) or hasattr(config, "workerinput"):
         # In an xdist worker there is no session: each gate fails, and the controller stops the run (see below).
         yield
         return

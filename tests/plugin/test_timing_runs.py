@@ -122,3 +122,11 @@ def test_a_pilot_that_is_refused_is_one_line(timing: Runner) -> None:
     assert "pilot: found no receipt of parity, expected it (run the gates above it)" in result.stdout.str()
     assert "Traceback" not in result.stdout.str()
     assert timing.receipts() == {}
+
+
+def test_a_pilot_is_asked_for_by_its_file_too(timing: Runner) -> None:
+    """The module of the pilot alone, without one gate collected, measures as the whole folder does."""
+    result = timing.run("qualification/test_14_pilot.py", "-m", "cpu and pilot")
+    assert result.ret == 0
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["exploratory: candidate, cell first"])

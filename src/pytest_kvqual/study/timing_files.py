@@ -267,8 +267,11 @@ def read_file(path: Path, advice: str) -> bytes:
     """The bytes of a file that has to be there.
 
     Raises:
-        StudyError: It is missing, with ``advice``, or cannot be read.
+        StudyError: It is missing or no plain file, with ``advice``, or cannot be read.
     """
+    if path.exists() and not path.is_file():
+        # A pipe or a device may have no end.
+        raise StudyError(f"found {path}, expected a plain file there", advice=advice)
     try:
         return path.read_bytes()
     except FileNotFoundError:

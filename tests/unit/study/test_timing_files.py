@@ -166,6 +166,7 @@ def test_arrivals_may_come_from_a_file(copy: Path, tmp_path: Path) -> None:
     [
         ("open", "", "--arrivals: found 'open', expected CELL=FILE, or LENGTH:CELL=FILE"),
         ("1025:open={}", "", "--arrivals: found '1025:open', expected a cell with arrivals = \"file\": open"),
+        ("open=/dev/zero", "", "found /dev/zero, expected a plain file there"),
         ("opne={}", "", "--arrivals: found 'opne', expected a cell with arrivals = \"file\": open"),
         ("closed={}", "", "--arrivals: found 'closed', expected a cell with"),
         ("open={}", "0\n1.5\n", "line 2: found b'1.5', expected one arrival in whole nanoseconds"),
