@@ -25,7 +25,6 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -40,8 +39,17 @@ SHORTEST = 256
 TILE = 64
 """Positions of one step of the inner loops."""
 
+WARPS, STAGES = 4, 5
+"""Of the decode kernel. A page is found through the table, which takes two stages; the others hold two tiles ahead."""
+
 TOKENS = 16
 """Rows of one program of the write kernel."""
+
+_ROWS = 128
+"""Query rows times query heads of one program that computes several rows."""
+
+_TOGETHER = 4
+"""Query heads of one program of the merge."""
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _LOG2E = 1.0 / math.log(2.0)
@@ -94,16 +102,26 @@ class Triton:
         name: ``k16v8`` or ``k16v16``.
         cast: Whether E4M3 is read by the hardware's conversion, which the interpreter does not have. The default takes
             the bits apart, on every device alike. Both give the same values.
+        tile: Positions of one step of the inner loops; a power of two that divides ``SHORTEST``.
+        warps: Warps of a program of the decode kernel.
+        stages: Of its software pipeline.
+
+    The last three are for measurements: a backend that serves keeps the defaults.
 
     Raises:
         FormatError: Another format.
     """
 
-    def __init__(self, name: str, *, cast: bool = False) -> None:
+    def __init__(
+        self, name: str, *, cast: bool = False, tile: int = TILE, warps: int = WARPS, stages: int = STAGES
+    ) -> None:
         if name not in ("k16v8", "k16v16"):
             raise FormatError(f"found format {name!r}, expected k16v8 or k16v16, for the Triton backend")
         self.name = name
         self.cast = cast
+        self.tile = tile
+        self.warps = warps
+        self.stages = stages
         self._eight = name == "k16v8"
 
     def write(
@@ -174,7 +192,6 @@ class Triton:
         output: torch.Tensor,
         max_query_len: int | None = None,
         workspace: Workspace | None = None,
-        **tuning: Any,
     ) -> torch.Tensor:
         """Causal attention of every query row over its request's cached positions, written to ``output``.
 
@@ -190,7 +207,6 @@ class Triton:
             output: ``[T, Hq, D]`` or ``[T, Hq * D]``; rows from ``query_start_loc[R]`` on are set to zero.
             max_query_len: At least the rows of every request. None: ``T``, and both kernels are launched.
             workspace: For at least ``R`` requests of ``B * block_size`` positions; None: fresh memory.
-            tuning: ``num_warps`` and ``num_stages`` of the decode kernel, for measurements.
 
         Returns:
             ``output``.
@@ -221,8 +237,9 @@ class Triton:
         _fits(workspace, requests, query_heads, splits, width)
         factor = (v_scale if self.cast else v_scale * 2.0**8) if self._eight else 1.0
         sizes = {"HEAD": head_size, "D": width, "BLOCK": block_size}
-        policy = {"SPLITS": SPLITS, "SHORTEST": SHORTEST, "N": TILE}
-        coding = {"V8": self._eight, "CAST": self.cast}
+        policy = {"SPLITS": SPLITS, "SHORTEST": SHORTEST, "N": self.tile}
+        widen = kernels.INTERPRETED and query.dtype == torch.bfloat16
+        coding = {"V8": self._eight, "CAST": self.cast, "WIDEN": widen}
         parts = (workspace.maxima, workspace.sums, workspace.partial)
         strides = (*keys.stride()[:3], *values.stride()[:3], block_table.stride(0))
         stride = workspace.maxima.shape[2]
@@ -245,9 +262,11 @@ class Triton:
             **sizes,
             **policy,
             **coding,
-            **{"num_warps": 4, "num_stages": 3, **tuning},
+            num_warps=self.warps,
+            num_stages=self.stages,
         )
-        kernels.merge_parts[(max(requests, result.shape[0]), query_heads)](
+        together = min(_TOGETHER, _power(query_heads))
+        kernels.merge_parts[(max(requests, result.shape[0]), -(-query_heads // together))](
             result,
             seq_lens,
             query_start_loc,
@@ -259,12 +278,13 @@ class Triton:
             stride,
             *result.stride()[:2],
             HEADS=query_heads,
+            H=together,
             **sizes,
             **policy,
             num_warps=4,
         )
         if max_query_len is None or max_query_len > 1:
-            tile = max(64, _power(group))
+            tile = max(_ROWS, _power(group))
             tile_rows = tile // group
             kernels.attend_rows[(rows // tile_rows + requests, kv_heads)](
                 query,
@@ -283,11 +303,11 @@ class Triton:
                 *strides,
                 GROUP=group,
                 M=tile,
-                N=TILE,
+                N=self.tile,
                 ROWS=tile_rows,
                 **sizes,
                 **coding,
-                num_warps=4,
+                num_warps=8,
                 num_stages=2,
             )
         return output

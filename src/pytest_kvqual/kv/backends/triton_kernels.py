@@ -7,6 +7,10 @@ Words of the parameters: ``HEAD`` elements of a head, ``D`` the power of two tha
 KV head; ``BLOCK`` positions of a page; ``M`` rows and ``N`` positions of a tile; ``V8`` whether V is one E4M3 byte.
 Strides are in elements of the tensor that they belong to. Scores are kept in base 2: the softmax scale comes multiplied
 by log2(e).
+
+A request with one query row is computed in parts of ``size`` positions: whole tiles, at most ``SPLITS`` parts, none but
+the last shorter than ``SHORTEST``. The size hangs on the request's length alone, so that the bits of a row hang neither
+on the batch nor on the pool.
 """
 
 from __future__ import annotations
@@ -25,23 +29,12 @@ def narrow(values, DTYPE: tl.constexpr):
 
     The interpreter cuts a bfloat16 off, so the rounding is done before.
     """
-    if _INTERPRETED and DTYPE == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        values = tl.where(values == values, rounded, values)
+    if _INTERPRETED:
+        if DTYPE == tl.bfloat16:
+            bits = values.to(tl.int32, bitcast=True)
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+            values = tl.where(values == values, rounded, values)
     return values.to(DTYPE)
-
-
-@triton.jit
-def product(left, right, added):
-    """``left @ right + added`` with float32 accumulation.
-
-    The interpreter multiplies the bits of a bfloat16, so its operands are widened, which changes no product.
-    """
-    if _INTERPRETED and left.dtype == tl.bfloat16:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return tl.dot(left, right, added)
 
 
 @triton.jit
@@ -82,16 +75,6 @@ def e4m3_values(raw, DTYPE: tl.constexpr, CAST: tl.constexpr):
         else:
             values = half.to(tl.float32).to(DTYPE)
     return values
-
-
-@triton.jit
-def split_size(length, SPLITS: tl.constexpr, SHORTEST: tl.constexpr, N: tl.constexpr):
-    """Positions of one part of a request of ``length``: whole tiles, at most ``SPLITS`` parts, none but the last short.
-
-    It hangs on the length alone, so that the bits of a row hang neither on the batch nor on the pool.
-    """
-    parts = (length + SPLITS - 1) // SPLITS
-    return tl.maximum((parts + N - 1) // N * N, SHORTEST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -165,12 +148,14 @@ def attend_tile(
     BLOCK: tl.constexpr,
     V8: tl.constexpr,
     CAST: tl.constexpr,
+    WIDEN: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
     """Adds ``N`` positions to the running maxima ``[M]``, sums ``[M]`` and weighted sums ``[M, D]`` of ``q [M, D]``.
 
     ``valid [N]`` are the positions that the request has: no other cell is loaded, whatever the table says of it.
-    ``last [M]`` is the last position that each row sees.
+    ``last [M]`` is the last position that each row sees. ``WIDEN`` is for the interpreter, which multiplies the bits of a
+    bfloat16: its operands become float32, which changes no product.
     """
     element = tl.arange(0, D)
     block = tl.load(table + position // BLOCK, mask=valid, other=0).to(tl.int64)
@@ -182,7 +167,10 @@ def attend_tile(
     at = block * keys_block + offset * keys_position
     k = tl.load(keys + at[:, None] + element[None, :], mask=inside, other=0.0)
     at = block * values_block + offset * values_position
-    scores = product(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * scale
+    if WIDEN:
+        scores = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32)) * scale
+    else:
+        scores = tl.dot(q, tl.trans(k)) * scale
     if CAUSAL:
         seen = valid[None, :] & (position[None, :] <= last[:, None])
     else:
@@ -199,7 +187,11 @@ def attend_tile(
         v = e4m3_values(raw, q.dtype, CAST)
     else:
         v = tl.load(values + at[:, None] + element[None, :], mask=inside, other=0.0)
-    mixed = product(narrow(weights, q.dtype), v, mixed * shrink[:, None])
+    narrowed = narrow(weights, q.dtype)
+    if WIDEN:
+        mixed = tl.dot(narrowed.to(tl.float32), v.to(tl.float32), mixed * shrink[:, None])
+    else:
+        mixed = tl.dot(narrowed, v, mixed * shrink[:, None])
     return higher, total, mixed
 
 
@@ -237,6 +229,7 @@ def decode_parts(
     SHORTEST: tl.constexpr,
     V8: tl.constexpr,
     CAST: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """One part of the positions of a request with one query row, for the query heads of one KV head.
 
@@ -249,7 +242,7 @@ def decode_parts(
     if tl.load(starts + request + 1).to(tl.int32) - row != 1:
         return
     length = tl.minimum(tl.load(lengths + request).to(tl.int32), columns * BLOCK)
-    size = split_size(length, SPLITS, SHORTEST, N)
+    size = tl.maximum(((length + SPLITS - 1) // SPLITS + N - 1) // N * N, SHORTEST)
     begin = part * size
     if begin >= length:
         return
@@ -260,8 +253,8 @@ def decode_parts(
     at = row.to(tl.int64) * query_row + head[:, None] * query_head + element[None, :]
     q = tl.load(query + at, mask=(member < GROUP)[:, None] & (element < HEAD)[None, :], other=0.0)
     peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    mixed = tl.zeros([M, D], tl.float32)
+    total = tl.full([M], 0.0, tl.float32)
+    mixed = tl.full([M, D], 0.0, tl.float32)
     for start in range(begin, end, N):
         position = start + tl.arange(0, N)
         peak, total, mixed = attend_tile(
@@ -285,6 +278,7 @@ def decode_parts(
             BLOCK,
             V8,
             CAST,
+            WIDEN,
             False,
         )
     slot = (request.to(tl.int64) * HEADS + head) * splits + part
@@ -313,37 +307,41 @@ def merge_parts(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
+    H: tl.constexpr,
     SPLITS: tl.constexpr,
     SHORTEST: tl.constexpr,
 ):
     """Number ``i`` merges the parts of request ``i`` where it has one row, and clears row ``i`` where it is padding.
 
-    A request of length 0 comes back as zero too.
+    ``H`` heads at a time. A request of length 0 comes back as zero too.
     """
     item = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * H + tl.arange(0, H)
     element = tl.arange(0, D)
+    inside = (head < HEADS)[:, None] & (element < HEAD)[None, :]
+    place = head[:, None] * output_head + element[None, :]
     if item < requests:
         row = tl.load(starts + item).to(tl.int32)
         if tl.load(starts + item + 1).to(tl.int32) - row == 1:
             length = tl.minimum(tl.load(lengths + item).to(tl.int32), columns * BLOCK)
-            size = split_size(length, SPLITS, SHORTEST, N)
+            size = tl.maximum(((length + SPLITS - 1) // SPLITS + N - 1) // N * N, SHORTEST)
             part = tl.arange(0, SPLITS)
-            live = part * size < length
-            slot = (item.to(tl.int64) * HEADS + head) * splits + part
+            live = (part * size < length)[None, :] & (head < HEADS)[:, None]
+            slot = ((item.to(tl.int64) * HEADS + head) * splits)[:, None] + part[None, :]
             peaks = tl.load(maxima + slot, mask=live, other=float("-inf"))
-            highest = tl.max(peaks, 0)
-            weights = tl.exp2(peaks - tl.where(highest == float("-inf"), 0.0, highest))
-            total = tl.sum(weights * tl.load(sums + slot, mask=live, other=0.0), 0)
-            parts = tl.load(partial + slot[:, None] * D + element[None, :], mask=live[:, None], other=0.0)
-            mixed = tl.sum(parts * weights[:, None], 0)
-            result = mixed / tl.where(total == 0.0, 1.0, total) * factor
-            at = row.to(tl.int64) * output_row + head * output_head + element
-            tl.store(output + at, narrow(result, output.dtype.element_ty), mask=element < HEAD)
+            highest = tl.max(peaks, 1)
+            weights = tl.exp2(peaks - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
+            total = tl.sum(weights * tl.load(sums + slot, mask=live, other=0.0), 1)
+            at = slot[:, :, None] * D + element[None, None, :]
+            parts = tl.load(partial + at, mask=live[:, :, None], other=0.0)
+            mixed = tl.sum(parts * weights[:, :, None], 1)
+            result = mixed / tl.where(total == 0.0, 1.0, total)[:, None] * factor
+            narrowed = narrow(result, output.dtype.element_ty)
+            tl.store(output + row.to(tl.int64) * output_row + place, narrowed, mask=inside)
     if item < rows:
         if item >= tl.load(starts + requests).to(tl.int32):
-            at = item.to(tl.int64) * output_row + head * output_head + element
-            tl.store(output + at, tl.zeros([D], output.dtype.element_ty), mask=element < HEAD)
+            nothing = tl.full([H, D], 0.0, output.dtype.element_ty)
+            tl.store(output + item.to(tl.int64) * output_row + place, nothing, mask=inside)
 
 
 @triton.jit(do_not_specialize=["requests", "columns"])
@@ -379,6 +377,7 @@ def attend_rows(
     ROWS: tl.constexpr,
     V8: tl.constexpr,
     CAST: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     """``ROWS`` query rows of one request with several, for the query heads of one KV head; causal.
 
@@ -413,8 +412,8 @@ def attend_rows(
     end = tl.minimum(length - count + tl.minimum(begin + ROWS, count), columns * BLOCK)
     last = tl.where(real, length - count + row, end)
     peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    mixed = tl.zeros([M, D], tl.float32)
+    total = tl.full([M], 0.0, tl.float32)
+    mixed = tl.full([M, D], 0.0, tl.float32)
     for start in range(0, end, N):
         position = start + tl.arange(0, N)
         peak, total, mixed = attend_tile(
@@ -438,6 +437,7 @@ def attend_rows(
             BLOCK,
             V8,
             CAST,
+            WIDEN,
             True,
         )
     result = mixed / tl.where(total == 0.0, 1.0, total)[:, None] * factor
