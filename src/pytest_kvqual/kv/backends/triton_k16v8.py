@@ -157,7 +157,7 @@ class Triton:
                 "[T, heads, head_size] with dense heads and a row for each slot, in a cache update"
             )
         keys, values = self._pages(cache, head_size, key.dtype)
-        kernels.write_cells[(-(-rows // TOKENS), key.shape[1])](
+        kernels.kvqual_write_cells[(-(-rows // TOKENS), key.shape[1])](
             key,
             value,
             keys,
@@ -243,7 +243,7 @@ class Triton:
         parts = (workspace.maxima, workspace.sums, workspace.partial)
         strides = (*keys.stride()[:3], *values.stride()[:3], block_table.stride(0))
         stride = workspace.maxima.shape[2]
-        kernels.decode_parts[(splits, kv_heads, requests)](
+        kernels.kvqual_decode_parts[(splits, kv_heads, requests)](
             query,
             keys,
             values,
@@ -266,7 +266,7 @@ class Triton:
             num_stages=self.stages,
         )
         together = min(_TOGETHER, _power(query_heads))
-        kernels.merge_parts[(max(requests, result.shape[0]), -(-query_heads // together))](
+        kernels.kvqual_merge_parts[(max(requests, result.shape[0]), -(-query_heads // together))](
             result,
             seq_lens,
             query_start_loc,
@@ -286,7 +286,7 @@ class Triton:
         if max_query_len is None or max_query_len > 1:
             tile = max(_ROWS, _power(group))
             tile_rows = tile // group
-            kernels.attend_rows[(rows // tile_rows + requests, kv_heads)](
+            kernels.kvqual_attend_rows[(rows // tile_rows + requests, kv_heads)](
                 query,
                 result,
                 keys,

@@ -78,7 +78,7 @@ def e4m3_values(raw, DTYPE: tl.constexpr, CAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def write_cells(
+def kvqual_write_cells(
     key,
     value,
     keys,
@@ -196,7 +196,7 @@ def attend_tile(
 
 
 @triton.jit(do_not_specialize=["columns", "splits"])
-def decode_parts(
+def kvqual_decode_parts(
     query,
     keys,
     values,
@@ -288,7 +288,7 @@ def decode_parts(
 
 
 @triton.jit(do_not_specialize=["requests", "rows", "columns", "splits"])
-def merge_parts(
+def kvqual_merge_parts(
     output,
     lengths,
     starts,
@@ -345,7 +345,7 @@ def merge_parts(
 
 
 @triton.jit(do_not_specialize=["requests", "columns"])
-def attend_rows(
+def kvqual_attend_rows(
     query,
     output,
     keys,
