@@ -1,7 +1,7 @@
 """The K16/V8 backend in Triton: 16-bit K as it came, V as E4M3 of ``clamp(V / v_scale, -448, 448)``; K16/V16 too.
 
-Cells, shapes and rules are those of ``paged``: a cell holds K and then V, a page is ``[kv_heads, block_size]`` cells, and
-strides may be any that keep a cell dense. ``for_format("k16v16")`` is the same kernels with V as it came, so that a
+Cells, shapes and rules are those of ``paged``: a cell holds K and then V, a page is ``[kv_heads, block_size]`` cells,
+and strides may be any that keep a cell dense. ``for_format("k16v16")`` is the same kernels with V as it came, so that a
 difference between the two in time is the bytes'.
 
 How it runs:
@@ -12,9 +12,9 @@ How it runs:
   ``SHORTEST`` but the last. How it is cut hangs on its own length alone. The parts are merged by their maxima and sums.
 * A request with more query rows is computed in tiles of its rows, each over all positions that the tile sees.
 * Scores, sums and merges are float32; weights are rounded to the 16-bit type before they meet V.
-* The bits of a row therefore hang on its own request: query rows, positions and how many of its rows the step computes.
-* Positions at or behind a request's length are masked where they are loaded: what lies there reaches no output. A V that
-  is NaN at a position that some row of a tile sees reaches the tile's other rows too, those before it included.
+* The bits of a row therefore hang on its own request: query rows, positions, how many of its rows the step computes.
+* Positions at or behind a request's length are masked where they are loaded: what lies there reaches no output. A V
+  that is NaN at a position that some row of a tile sees reaches the tile's other rows too, those before it included.
 
 Triton is imported by the first call. Without a GPU ``TRITON_INTERPRET=1`` must stand in the environment by then.
 """
@@ -323,8 +323,8 @@ class Triton:
             or head_size % 2
         ):
             raise FormatError(
-                f"found a cache of {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()} for rows of {dtype} "
-                f"with {head_size} elements, expected [blocks, heads, block_size] cells of {expected} dense bytes for "
+                f"found a cache of {cache.dtype} {tuple(cache.shape)} with strides {cache.stride()} for rows of "
+                f"{head_size} {dtype}, expected [blocks, heads, block_size] cells of {expected} dense bytes for "
                 "16-bit rows of an even number"
             )
         raw = cache.view(torch.uint8)

@@ -154,8 +154,8 @@ def attend_tile(
     """Adds ``N`` positions to the running maxima ``[M]``, sums ``[M]`` and weighted sums ``[M, D]`` of ``q [M, D]``.
 
     ``valid [N]`` are the positions that the request has: no other cell is loaded, whatever the table says of it.
-    ``last [M]`` is the last position that each row sees. ``WIDEN`` is for the interpreter, which multiplies the bits of a
-    bfloat16: its operands become float32, which changes no product.
+    ``last [M]`` is the last position that each row sees. ``WIDEN`` is for the interpreter, which multiplies the bits of
+    a bfloat16: its operands become float32, which changes no product.
     """
     element = tl.arange(0, D)
     block = tl.load(table + position // BLOCK, mask=valid, other=0).to(tl.int64)

@@ -10,8 +10,8 @@ bytes, K16/V16 keeps ``[blocks, kv_heads, block, 2 * head_size]`` of the model's
 
 Graphs: a step in which every request has one row is what a full graph captures. Everything that such a step reads or
 writes lives in the engine's persistent buffers or in the builder's workspace, grids follow from shapes, and nothing is
-read back, so a replay follows the buffers. Mixed steps run between piecewise graphs. A layer's V scale goes into a graph
-as the number that it is at capture.
+read back, so a replay follows the buffers. Mixed steps run between piecewise graphs. A layer's V scale goes into a
+graph as the number that it is at capture.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _LARGEST_HEAD = 256
 class TritonMetadata(AttentionMetadata):
     """One step: the engine's own buffers, and the builder's workspace.
 
-    ``block_table`` int32 ``[R, B]``, ``seq_lens`` int32 ``[R]``, ``query_start_loc`` int32 ``[R + 1]``, ``slot_mapping``
-    int64. A padding request has no rows and length 0.
+    ``block_table`` int32 ``[R, B]``, ``seq_lens`` int32 ``[R]``, ``query_start_loc`` int32 ``[R + 1]``,
+    ``slot_mapping`` int64. A padding request has no rows and length 0.
     """
 
     num_actual_tokens: int

@@ -1,8 +1,8 @@
 """What stock vLLM loads by itself, in each of its processes: the entry point ``kvqual`` of ``vllm.general_plugins``.
 
-With it ``--attention-backend CUSTOM`` finds the Triton K16/V8 backend wherever this package is installed. Only a path is
-registered: nothing of ours is imported before a layer asks for the class. An arm does not need it: the engine resolves
-the class in the worker alone, where ``before_load`` runs first.
+With it ``--attention-backend CUSTOM`` finds the Triton K16/V8 backend wherever this package is installed. Only a path
+is registered: nothing of ours is imported before a layer asks for the class. An arm does not need it: the engine
+resolves the class in the worker alone, where ``before_load`` runs first.
 """
 
 from __future__ import annotations
