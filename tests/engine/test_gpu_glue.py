@@ -7,6 +7,7 @@ import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_the_registered_class_is_what_custom_gives(glue: Any, register: str, nam
     backend = AttentionBackendEnum.CUSTOM.get_class()
     assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CUSTOM
     assert backend.kvqual_name == name
-    assert backend_name(backend) == name
+    assert backend_name(SimpleNamespace(attn_backend=backend)) == name
 
 
 def test_the_entry_point_registers_and_takes_no_name_away(glue: Any) -> None:
@@ -76,7 +77,7 @@ def test_page_bytes(glue: Any) -> None:
 
 
 def test_the_engines_view_of_the_pool_is_the_declared_page(glue: Any) -> None:
-    """The views that the engine makes of its pool in the layout that we ask for are dense ``[blocks, heads, size, 3 D]``."""
+    """The engine's views of its pool, in the layout that we ask for, are dense ``[blocks, heads, size, 3 * D]``."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, compute_layout_strides
     from vllm.v1.worker.utils import customize_attention_spec
 

@@ -152,18 +152,21 @@ def long_history() -> None:
     assert step.fill(backend) == 0
     output = step.run(backend)
     assert step.worst(output) <= 1.0
-    # A part that is left out of the merge shows.
+    # Every part of the longest was computed, each other has its own count, and the workspace's size changes nothing.
     space = module.Workspace.make(len(lengths), 2, 16, 10**5, "cpu")
-    step.run(backend, workspace=space)
+    space.sums.zero_()
     assert _same(step.run(backend, workspace=space), output)
-    counted = space.sums[1, 0].clone()
-    assert bool((space.sums[0] > 0).all())
-    assert float(counted[0]) > 0
-    assert space.maxima.shape == (4, 2, module.SPLITS)
+    assert (space.sums > 0).sum(dim=2)[:, 0].tolist() == [13, 1, 2, 2]
+    # A request whose second part is lost is not within tolerance.
+    lost = step.lengths.clone()
+    step.lengths[3] = module.SHORTEST
+    short = step.run(backend)
+    step.lengths = lost
+    assert step.worst(short, requests=[3]) > 1.0
 
 
 def bits_of_a_row() -> None:
-    """Each request alone, in another order, with more padding, a wider table, another pool and a given bound on rows."""
+    """Each request alone, in another order, with more padding, a wider table and a given bound on rows."""
     batch = [(40, 1), (300, 1), (17, 17), (5, 2)]
     backend = _backend("k16v8")
     step = PagedStep(SMALL, batch, seed=2)
