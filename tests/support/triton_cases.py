@@ -156,7 +156,7 @@ def long_history() -> None:
     space = module.Workspace.make(len(lengths), 2, 16, 10**5, "cpu")
     space.sums.zero_()
     assert _same(step.run(backend, workspace=space), output)
-    assert (space.sums > 0).sum(dim=2)[:, 0].tolist() == [13, 1, 2, 2]
+    assert (space.sums > 0).sum(dim=2)[:, 0].tolist() == [14, 1, 2, 2]
     # A request whose second part is lost is not within tolerance.
     lost = step.lengths.clone()
     step.lengths[3] = module.SHORTEST
