@@ -10,12 +10,14 @@ What is checked, in this order: E4M3 bytes as the kernels read them; decode at 8
 K16/V8 against K16/V16 through the same kernels (time, bytes, outputs against float64, unwritten cells, a row alone
 against the same row in the batch); a captured graph whose inputs change between replays; prefill; the transfer
 geometries under all oracles; planted faults and the catalogue's that a backend without replaceable parts can have.
-Then, where time is left, other tile sizes and pipeline depths: for information, nothing is chosen by them.
+Then, where time is left, FlashInfer's decode where it is installed, and other tile sizes and pipeline depths: for
+information, nothing is chosen by them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -413,6 +415,66 @@ class Check:
             times.append(begin.elapsed_time(end) * 1e3)
         return 2 * source.numel() / statistics.median(times) / 1e3
 
+    # -- a peer -------------------------------------------------------------------------------------------------------
+
+    def peer(self) -> dict[str, Any]:
+        """FlashInfer's paged decode over the same 16-bit K, V and queries, where it is installed; not in a graph."""
+        import torch
+
+        from pytest_kvqual.kv.backends.triton_k16v8 import Triton
+
+        if self.tiny or importlib.util.find_spec("flashinfer") is None:
+            return {"ok": True, "flashinfer": "not installed"}
+        import flashinfer
+
+        step = self.step("k16v16", requests=32, positions=8192)
+        step.fill(Triton("k16v16"))
+        g = step.geometry
+        lengths = step.lengths.cpu().tolist()
+        needed = [math.ceil(length / g.block_size) for length in lengths]
+        indices = torch.cat([step.table[row, :count] for row, count in enumerate(needed)])
+        indptr = torch.tensor([0, *needed]).cumsum(0).int()
+        last = torch.tensor([(length - 1) % g.block_size + 1 for length in lengths]).int()
+        cells = step.cache.view(step.dtype)
+        pages = (cells[..., : g.head_size].contiguous(), cells[..., g.head_size :].contiguous())
+        space = torch.empty(1 << 28, dtype=torch.uint8, device=self.device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
+        wrapper.plan(
+            indptr.to(self.device),
+            indices,
+            last.to(self.device),
+            g.query_heads,
+            g.kv_heads,
+            g.head_size,
+            g.block_size,
+            q_data_type=step.dtype,
+            kv_data_type=step.dtype,
+            sm_scale=step.scale,
+        )
+        query = step.query[: step.rows].contiguous()
+        output = wrapper.run(query, pages)
+        ratio = step.worst(torch.nn.functional.pad(output, (0, 0, 0, 0, 0, 1)))
+        flush = torch.empty(1 << 29, dtype=torch.uint8, device=self.device)
+        times = []
+        for repetition in range(60):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            begin.record()
+            wrapper.run(query, pages)
+            end.record()
+            torch.cuda.synchronize()
+            if repetition >= 10:
+                times.append(begin.elapsed_time(end) * 1e3)
+        middle = statistics.median(times)
+        moved = int(step.lengths.sum()) * 4 * g.head_size * g.kv_heads
+        return {
+            "ok": ratio <= 1.0,
+            "flashinfer": flashinfer.__version__,
+            "worst_ratio": ratio,
+            "median_us": middle,
+            "gb_per_s": moved / middle / 1e3,
+        }
+
     # -- graphs -------------------------------------------------------------------------------------------------------
 
     def graph(self) -> dict[str, Any]:
@@ -745,6 +807,7 @@ def main() -> int:
     report.section("smaller", check.smaller, seconds=20, decides=False)
     report.section("transfer", check.transfer, seconds=100 if not given.cpu else 0)
     report.section("catalogue", check.catalogue, seconds=30 if not given.cpu else 0)
+    report.section("peer", check.peer, seconds=60 if not given.cpu else 0, decides=False)
     report.section("sweep", check.sweep, seconds=30 if not given.cpu else 0, decides=False)
     document = plain(
         {

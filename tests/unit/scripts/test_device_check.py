@@ -37,7 +37,7 @@ def test_the_tiny_form_runs_every_section(tmp_path: Path) -> None:
     assert document["not_run"] == []
     sections = document["sections"]
     assert set(sections) == {
-        *("casts", "decode", "graph", "prefill", "planted", "smaller", "transfer", "catalogue", "sweep"),
+        *("casts", "decode", "graph", "prefill", "planted", "smaller", "transfer", "catalogue", "peer", "sweep"),
     }
     assert sections["decode"]["k16v8"]["kv_bytes"] * 4 == sections["decode"]["k16v16"]["kv_bytes"] * 3
     assert sections["decode"]["ratio_floor"] == 0.75
