@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pytest_kvqual.errors import FormatError
 from pytest_kvqual.kv import formats
+from pytest_kvqual.kv.backends import k16v8
 from pytest_kvqual.kv.geometry import NAMED, Geometry, parse_geometry
 from pytest_kvqual.transfer.paged_step import PagedStep
 
@@ -149,7 +150,7 @@ def long_history() -> None:
     lengths = (module.SPLITS * module.SHORTEST + 77, module.SHORTEST, module.SHORTEST + 1, 2 * module.SHORTEST - 1)
     step = PagedStep(geometry, [(length, 1) for length in lengths])
     backend = _backend("k16v8")
-    assert step.fill(backend) == 0
+    assert step.fill(k16v8) == 0  # which writes the same bytes, and faster
     output = step.run(backend)
     assert step.worst(output) <= 1.0
     # Every part of the longest was computed, each other has its own count, and the workspace's size changes nothing.
@@ -259,7 +260,7 @@ def refused(call: str) -> str:
     key = step.query[:, :3]
     calls: dict[str, Callable[[], object]] = {
         "cells": lambda: backend.write(key, key, step.cache[..., :32], torch.tensor([3])),
-        "strided": lambda: step.run(backend, workspace=None, output=step.query.transpose(0, 1)),
+        "strided": lambda: step.run(backend, output=torch.empty(1, 16, 6).bfloat16().transpose(1, 2)),
         "rows": lambda: backend.write(key, key, step.cache, torch.tensor([3, 4])),
         "type": lambda: backend.write(key.float(), key.float(), step.cache, torch.tensor([3])),
         "workspace": lambda: step.run(backend, workspace=module.Workspace.make(1, 2, 16, 10, "cpu")),

@@ -63,7 +63,7 @@ def test_named_geometries_against_float64(interpreted: Run, name: str, kv_format
 
 def test_drawn_geometries_against_float64(interpreted: Run) -> None:
     """Any head counts, head and block sizes, batches, table widths and scales lie within the oracle's tolerance."""
-    interpreted(cases.drawn_geometries, 8)
+    interpreted(cases.drawn_geometries, 6)
 
 
 def test_parts_of_a_long_history_are_merged(interpreted: Run) -> None:
@@ -90,7 +90,7 @@ def test_padding_comes_back_as_zero(interpreted: Run) -> None:
     ("call", "message"),
     [
         ("cells", "FormatError: found a cache of torch.uint8"),
-        ("strided", "RuntimeError: view size"),
+        ("strided", "FormatError: found query, output or block table with a strided"),
         ("rows", "FormatError: found key (1, 3, 16)"),
         ("type", "FormatError: found a cache of torch.uint8"),
         ("workspace", "FormatError: found a workspace of (1, 2, 1, 16)"),
