@@ -47,9 +47,10 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def bytes_read(dtype: str) -> None:
     """All 256 bytes."""
+    from triton import language
+
     from pytest_kvqual.kv.backends import triton_kernels as kernels
 
-    language = kernels.tl
     values = torch.empty(256)
     raw = torch.arange(256, dtype=torch.uint8)
     kernels.decode_bytes[(1,)](raw, values, DTYPE=getattr(language, dtype), CAST=False)
