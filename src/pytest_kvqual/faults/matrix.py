@@ -18,7 +18,7 @@ import torch
 from pytest_kvqual.faults.catalogue import FAULTS, GATES, Fault
 from pytest_kvqual.faults.planting import held_as
 from pytest_kvqual.faults.scenarios import SCENARIOS, Scenario, Turn
-from pytest_kvqual.transfer.engine import Impl, TransferEngine
+from pytest_kvqual.transfer.engine import Backend, Impl, TransferEngine
 from pytest_kvqual.worker.dispatch import DispatchReader
 from pytest_kvqual.worker.wire import resolve
 
@@ -70,20 +70,9 @@ def _rotated(rows: Sequence[Any]) -> list[Any]:
 def run(fault: Fault | None, scenario: Scenario) -> dict[str, str]:
     """The gates that objected to an engine of ``scenario`` with ``fault`` planted, and the first objection of each.
 
-    What can no longer change which gate is first is left out: maps and slots are the same with fingerprints as without,
-    so the second pass is for an engine to which neither stale-maps nor routing objected; its fills are for one to which
-    no gate has; and determinism is the last.
+    What can no longer change which gate is first is left out: see :func:`windows`; and determinism is the last.
     """
-    found = dict(_identity(_planted(fault, scenario)))
-    for probe in (False, True) if scenario.probe else (False,):
-        engine = _planted(fault, scenario)
-        engine.open(probe=probe, fills=not found and probe is scenario.probe)
-        scenario.drive(engine, _forward)
-        for record in engine.close():
-            for gate, line in objections(record):
-                found.setdefault(gate, line)
-        if "stale-maps" in found or "routing" in found:
-            break
+    found = windows(fault, scenario)
     engine = _planted(fault, scenario)
     log = _run(engine, scenario, _forward, dispatch=True)
     for gate, line in _dispatch(log.readings):
@@ -91,6 +80,30 @@ def run(fault: Fault | None, scenario: Scenario) -> dict[str, str]:
     if not found:
         for gate, line in _repeated(engine, scenario, log.rows):
             found.setdefault(gate, line)
+    return {gate: found[gate] for gate in GATES if gate in found}
+
+
+def windows(fault: Fault | None, scenario: Scenario, backend: Backend | None = None) -> dict[str, str]:
+    """What identity and the oracle windows object to, and the first objection of each: the gates up to replay.
+
+    Maps and slots are the same with fingerprints as without, so the second pass is for an engine to which neither
+    stale-maps nor routing objected; its fills are for one to which no gate has.
+
+    Args:
+        fault: Planted first; None: a healthy engine.
+        scenario: What the engine is and does.
+        backend: Runs in the exemplar's place. A fault of one of the exemplar's parts then raises ``AttributeError``.
+    """
+    found = dict(_identity(_planted(fault, scenario, backend)))
+    for probe in (False, True) if scenario.probe else (False,):
+        engine = _planted(fault, scenario, backend)
+        engine.open(probe=probe, fills=not found and probe is scenario.probe)
+        scenario.drive(engine, _forward)
+        for record in engine.close():
+            for gate, line in objections(record):
+                found.setdefault(gate, line)
+        if "stale-maps" in found or "routing" in found:
+            break
     return {gate: found[gate] for gate in GATES if gate in found}
 
 
@@ -102,8 +115,8 @@ def objections(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
                 yield gate, str(record[section]["findings"][0])
 
 
-def _planted(fault: Fault | None, scenario: Scenario) -> TransferEngine:
-    engine = scenario.engine()
+def _planted(fault: Fault | None, scenario: Scenario, backend: Backend | None = None) -> TransferEngine:
+    engine = scenario.engine(backend)
     if fault is not None:
         plant(fault, engine)
     return engine

@@ -14,7 +14,7 @@ import torch
 
 from pytest_kvqual.kv.backends.exemplar import Exemplar, Mode
 from pytest_kvqual.kv.geometry import Geometry
-from pytest_kvqual.transfer.engine import VOCABULARY, TransferEngine
+from pytest_kvqual.transfer.engine import VOCABULARY, Backend, TransferEngine
 
 WINDOW = 12
 
@@ -47,13 +47,15 @@ class Scenario:
     probe: bool = True
     garbage: bool = False
 
-    def engine(self) -> TransferEngine:
-        """A new engine of this scenario."""
-        factors = {"k_factors": (1.0, 0.75, 1.5), "v_factors": (0.5, 1.0, 1.25)} if self.kv_format == "k8v8" else {}
-        backend = Exemplar(self.kv_format, mode=self.mode, splits=4, **factors)  # type: ignore[arg-type]  # two of its own
+    def engine(self, backend: Backend | None = None) -> TransferEngine:
+        """A new engine of this scenario, over the exemplar or over another backend of its format."""
+        name = f"EXEMPLAR-{self.kv_format}" if backend is None else type(backend).__name__
+        if backend is None:
+            factors = {"k_factors": (1.0, 0.75, 1.5), "v_factors": (0.5, 1.0, 1.25)} if self.kv_format == "k8v8" else {}
+            backend = Exemplar(self.kv_format, mode=self.mode, splits=4, **factors)  # type: ignore[arg-type]  # its own
         engine = TransferEngine(backend=backend, kv_format=self.kv_format, **self.options)
         for layer in engine.kvqual_layers().values():
-            layer.attn_backend = SimpleNamespace(kvqual_name=f"EXEMPLAR-{self.kv_format}")
+            layer.attn_backend = SimpleNamespace(kvqual_name=name)
         if self.prepare is not None:
             self.prepare(engine)
         if not self.garbage:

@@ -28,6 +28,7 @@ SECTIONS = ("row_map", "stale-maps", "routing", "shifted-outputs", "placement", 
 OURS: Mapping[str, str] = {
     "pytest_kvqual.kv.backends.reference": "k16v16",
     "pytest_kvqual.kv.backends.k16v8": "k16v8",
+    "pytest_kvqual.kv.backends.triton_k16v8": "k16v8",
 }
 """Our own backends and what they store."""
 

@@ -11,7 +11,21 @@ import pytest
 
 import pytest_kvqual
 
-HEAVY = ("aiohttp", "httpx", "jinja2", "numpy", "scipy", "torch", "transformers", "vllm", "hypothesis", "psutil")
+HEAVY = (
+    *(
+        "aiohttp",
+        "httpx",
+        "hypothesis",
+        "jinja2",
+        "numpy",
+        "psutil",
+        "scipy",
+        "torch",
+        "transformers",
+        "triton",
+        "vllm",
+    ),
+)
 
 
 def loaded_by(statement: str) -> set[str]:
