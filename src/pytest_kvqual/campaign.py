@@ -78,11 +78,12 @@ def open_campaign(options: Options, progress: Progress) -> Campaign:
     """
     from pytest_kvqual.study.load import load_study, select
 
-    study = load_study(options.study)
+    study = load_study(options.study, options.format)
     arm = options.arm if options.arm is not None else _only_candidate(study)
     length = options.length if options.length is not None else next(iter(study.lengths))
     selection = select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
-    run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / study.name
+    place = study.name if study.model.format is None else f"{study.name}-{study.model.format}"
+    run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / place
     return Campaign(
         selection,
         run_dir=run_dir,
@@ -151,8 +152,9 @@ class Campaign:
     @property
     def title(self) -> str:
         """Arm, length and pool size."""
+        form = "" if self.study.model.format is None else f" ({self.study.model.format})"
         return (
-            f"{self.arm} of {self.study.name} at length {self.selection.length.tokens}, "
+            f"{self.arm} of {self.study.name}{form} at length {self.selection.length.tokens}, "
             f"{self.selection.cache_bytes} cache bytes"
         )
 

@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         found.add_argument(
             "study", nargs="?", default=DEFAULT_STUDY, metavar="STUDY", help="name or path (default: %(default)s)"
         )
+        found.add_argument("--format", metavar="NAME", help="the format of the model, where the study has several")
 
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
@@ -119,14 +120,14 @@ def _parser() -> argparse.ArgumentParser:
 def _freeze(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.freeze import freeze_command
 
-    print(freeze_command(args.study, check=args.check))
+    print(freeze_command(args.study, check=args.check, format=args.format))
     return 0
 
 
 def _trace(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import trace_command
 
-    for line in trace_command(args.study, check=args.check, arrivals=args.arrivals):
+    for line in trace_command(args.study, check=args.check, arrivals=args.arrivals, format=args.format):
         print(line)
     return 0
 
@@ -135,10 +136,10 @@ def _plan(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import plan_command, trial_lines
 
     if args.trials is not None:
-        for line in trial_lines(args.study, args.trials):
+        for line in trial_lines(args.study, args.trials, args.format):
             print(line)
         return 0
-    for line in plan_command(args.study, check=args.check, default=DEFAULT_STUDY):
+    for line in plan_command(args.study, check=args.check, default=DEFAULT_STUDY, format=args.format):
         print(line)
     return 0
 
@@ -147,7 +148,7 @@ def _model(args: argparse.Namespace) -> int:
     from pytest_kvqual.models import build_model
     from pytest_kvqual.study.load import load_study
 
-    print(build_model(load_study(args.study).model, rebuild=args.rebuild))
+    print(build_model(load_study(args.study, args.format).model, rebuild=args.rebuild))
     return 0
 
 
@@ -155,7 +156,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from pytest_kvqual.doctor import checks
 
     failed = False
-    for check in checks(args.study):
+    for check in checks(args.study, args.format):
         failed = failed or not check.passed
         print(check.line())
     return 1 if failed else 0

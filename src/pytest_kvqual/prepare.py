@@ -128,4 +128,6 @@ def _package(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ModelError(f"found no package {name}, expected it to build panels", advice=f"pip install {name}") from None
+        raise ModelError(
+            f"found no package {name}, expected it to build panels", advice=f"pip install {name}"
+        ) from None

@@ -21,7 +21,7 @@ SCOPE = Scope(lock="a" * 64, arm="candidate", length=1024, cache_bytes=4096, eng
 
 def test_the_default_study_is_the_plugins() -> None:
     """``kvqual`` and ``pytest --study`` default to the same study."""
-    assert cli.DEFAULT_STUDY == plugin.DEFAULT_STUDY
+    assert plugin.DEFAULT_STUDIES["cpu"] == cli.DEFAULT_STUDY
 
 
 def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
