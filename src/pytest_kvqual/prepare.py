@@ -1,22 +1,40 @@
-"""Texts and tokenizer of a study's panels, and what ``kvqual prepare`` does with them."""
+"""What ``kvqual prepare`` does: the files of a study that are made from its model's own tokenizer and weights.
+
+A study whose model names a repository is committed without them, since neither the weights nor the tokenizer are this
+project's to ship. ``prepare`` reads the model's folder and writes the panels and the digests of the model's files; with
+``--calibrate`` it boots the study's first control, and writes the V scales from what that engine hands to its cache.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_kvqual._canonical import sha256_bytes, sha256_file
-from pytest_kvqual._decode import one_line
+from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
+from pytest_kvqual._decode import Table, one_line, parse_json
 from pytest_kvqual.errors import ModelError, StudyError
-from pytest_kvqual.study.build import CPYTHON, KJV, Source
+from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, recipe_of
+from pytest_kvqual.study.load import argument, load_study
+from pytest_kvqual.study.model import Study
+from pytest_kvqual.study.panels import check_panels
 
 _LIMIT_S = 120.0
+#: A study's key of ``[model]``, and where the model's ``config.json`` has it.
+_GEOMETRY = {
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+}
 _BIBLE = ("bible", "-f", "gen1:1-rev22:21")
 _TOPICS = re.compile(r"\A(?:#[^\n]*\n|\s)*topics = ")
 
@@ -38,6 +56,127 @@ class Tokenizer:
         message = [{"role": "user", "content": question}]
         template = _chat_template(self.folder)
         return self.encode(template.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def prepare(
+    name_or_path: str, *, format: str | None, model: Path, bible: Path | None = None, topics: Path | None = None
+) -> Iterator[str]:
+    """Write the panels of a study and the digests of its model's files; yields one line about each file.
+
+    The digests come last: a study that was interrupted stays unprepared. Whether the folder is the declared revision is
+    not seen here: ``config.json`` is held against the study's geometry, and the digests then fix every file.
+
+    Args:
+        name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
+        format: As :func:`pytest_kvqual.study.load.load_study` takes it.
+        model: The model's folder, with no other file in it than the model's.
+        bible: As :func:`read_bible` takes it.
+        topics: As :func:`read_topics` takes it.
+
+    Raises:
+        StudyError: The study is not one that is prepared; a text is missing or another one; a panel does not fit.
+        ModelError: The folder holds no model that can be read, or one of another geometry.
+    """
+    study = load_study(name_or_path, format)
+    if study.model.files_path is None or study.model.repository is None:
+        raise StudyError(
+            f"study {study.name}: found no repository and no file of digests in [model], expected both: its files are "
+            "committed with it",
+            advice="`kvqual model` builds the embedded study's model",
+        )
+    files = model_files(model)
+    _fits(study, model)
+    tokenizer = tokenizer_of(model)
+    texts = {"cpython": read_topics(topics), "kjv": read_bible(bible)}
+    _, panels = build(
+        recipe_of(study), texts, encode=tokenizer.encode, chat=tokenizer.chat, tokenizer_sha256=tokenizer.sha256
+    )
+    for panel in panels:
+        for path in _places(study, panel):
+            yield _write(study, path, panel.data)
+    yield _write(study, study.model.files_path, pretty_bytes({"schema": 1, "files": files}))
+    prepared = load_study(name_or_path, format)
+    check_panels(prepared)
+    yield f"gates of it need KVQUAL_MODEL_DIR={model}"
+    if prepared.missing:
+        names = ", ".join(path.relative_to(study.directory).as_posix() for path in prepared.missing)
+        yield (
+            f"not there yet: {names}; run `kvqual prepare {argument(study)} --model {model} --calibrate` where "
+            f"arm {study.controls()[0].name} boots, or put scales of your own there"
+        )
+    else:
+        yield f"next: kvqual trace, kvqual plan and kvqual freeze {argument(study)}"
+
+
+def model_files(model: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a model's folder, by name.
+
+    Raises:
+        ModelError: No folder, none of the files that a model has, a folder inside it, or a file that cannot be read.
+    """
+    if not model.is_dir():
+        raise ModelError(f"found no folder {model}, expected the model's", advice="give it with --model DIR")
+    found = sorted(model.iterdir())
+    for path in found:
+        if path.is_dir():
+            raise ModelError(
+                f"{path}: found a folder, expected the model's files alone",
+                advice="remove it (a hub's cache folder holds no part of the model), or name a folder without it",
+            )
+    names = [path.name for path in found]
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(f"{model}: found {', '.join(names[:5]) or 'no file'}, expected config.json and safetensors")
+    try:
+        return {path.name: sha256_file(path) for path in found}
+    except OSError as error:
+        raise ModelError(f"{error.filename or model}: cannot be read: {error.strerror or error}") from error
+
+
+def _fits(study: Study, model: Path) -> None:
+    """Hold the model's own configuration against the study's geometry."""
+    path = model / "config.json"
+    config = Table(parse_json(path.read_bytes(), origin=str(path), error=ModelError), origin=str(path),
+                   error=ModelError, known=None)  # fmt: skip
+    expected = {key: getattr(study.model, ours) for ours, key in _GEOMETRY.items()}
+    found = {key: config.integer(key, minimum=1) for key in expected}
+    expected["head_dim"] = study.model.head_size
+    found["head_dim"] = (
+        config.integer("head_dim", minimum=1)
+        if config.has("head_dim") and config.raw("head_dim") is not None
+        else config.integer("hidden_size", minimum=1) // found["num_attention_heads"]
+    )
+    for key, value in expected.items():
+        if found[key] != value:
+            raise ModelError(
+                f"{path}: found {key} {found[key]}, expected {value}, as study {study.name} declares",
+                advice=f"give the folder of {study.model.repository} at {study.model.revision}",
+            )
+
+
+def _places(study: Study, panel: Built) -> list[Path]:
+    """Where the study has this panel: once, or at every length where the task has the same questions at all."""
+    if panel.task == "parity":
+        return [study.parity.panel]
+    if panel.task == "timing":
+        return [rules.panel for length, rules in study.timing.items() if length == panel.length]
+    lengths = [it for it in study.lengths.values() if panel.length in (None, it.tokens)]
+    return list(dict.fromkeys(it.panels[panel.task] for it in lengths if panel.task in it.panels))
+
+
+def _write(study: Study, path: Path, data: bytes) -> str:
+    before = path.read_bytes() if path.is_file() else None
+    said = "unchanged" if before == data else "written" if before is None else "written anew"
+    if before != data:
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_bytes(data)
+            scratch.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                scratch.unlink()
+            raise StudyError(f"cannot write {path}: {error.strerror or error}") from error
+    return f"{path.relative_to(study.directory).as_posix()}: {said}; sha256 {sha256_bytes(data)}"
 
 
 @functools.cache

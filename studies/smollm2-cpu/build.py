@@ -46,7 +46,7 @@ RECIPE = Recipe(
     },
     # A list of so many names with a word each; three of its lines are repeated, then the beginning of a fourth.
     recall=((4, 8, 12, 16), 320),
-    answer_tokens=8,
+    answer_tokens={"retrieval": 8, "recall": 8},
     # Each its own text; and of the parity panel those prompts that each arm answers alike one at a time and in waves of
     # 32: their answers do not hang on the batch.
     timing={1024: (1000, 32, 6)},

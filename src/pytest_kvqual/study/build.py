@@ -21,8 +21,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_kvqual.errors import StudyError
+from pytest_kvqual.study.model import Study
 
-__all__ = ["CPYTHON", "KJV", "OWN", "Built", "Recipe", "Source", "build", "encode_rows", "round_up", "v_scale"]
+__all__ = [
+    "CPYTHON",
+    "KJV",
+    "OWN",
+    "Built",
+    "Recipe",
+    "Source",
+    "build",
+    "encode_rows",
+    "recipe_of",
+    "round_up",
+    "v_scale",
+]
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -109,7 +122,7 @@ class Recipe:
         parity_tokens: Tokens to generate of each.
         retrieval: The size of a prompt, and (other names, depth) of each question in turn.
         recall: The pairs of a list, in turn, and the number of questions; none where the study has no recall.
-        answer_tokens: Tokens to generate of a retrieval or recall question.
+        answer_tokens: Tokens to generate of a question, by task.
         timing: The size of a prompt, and the number of measured and of warm-up ones.
         timing_tokens: Tokens to generate of each.
         canaries: The parity items that are sent along, by id.
@@ -125,7 +138,7 @@ class Recipe:
     parity_tokens: int
     retrieval: Mapping[int, tuple[int, tuple[tuple[int, float], ...]]]
     recall: tuple[tuple[int, ...], int]
-    answer_tokens: int
+    answer_tokens: Mapping[str, int]
     timing: Mapping[int, tuple[int, int, int]]
     timing_tokens: int
     canaries: tuple[str, ...]
@@ -140,6 +153,71 @@ class Built:
     task: str
     length: int | None
     data: bytes
+
+
+#: Of a study's own recipe: the numbers of other names and the places of the needle, in turn.
+OTHERS: Final = (3, 7, 15, 31)
+DEPTHS: Final = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
+#: Beside those around the block size, prompts of the oracle panel; and the tokens to generate, in turn.
+ORACLE_PROMPTS: Final = (127, 128, 129, 200, 255, 256, 257, 383)
+ORACLE_STEPS: Final = (5, 9, 7, 4, 11, 3, 12, 6, 14, 8)
+EXCERPTS: Final = (20, 24, 33, 40, 52, 64, 80, 100, 127, 128, 160, 200)
+CALIBRATION: Final = (("cpython", 1024), ("kjv", 1024), ("cpython", 1024), ("kjv", 1024))
+PAIRS: Final = (4, 8, 12, 16)
+#: From this length on the topics of CPython, some 110,000 tokens, give fewer documents than the King James text.
+LONG: Final = 4096
+
+
+def recipe_of(study: Study) -> Recipe:
+    """The recipe that follows from a study's declaration: sizes and numbers are the study's, the rest is this module's.
+
+    Raises:
+        StudyError: The study asks for fewer parity prompts than there are :data:`QUESTIONS`.
+    """
+    block, parity, documents = study.engine.block_size, study.parity, study.nll.documents
+    if parity.prompts < len(QUESTIONS):
+        raise StudyError(f"parity.prompts: found {parity.prompts}, expected at least {len(QUESTIONS)}")
+    around = {near for size in (block, 2 * block) for near in (size - 1, size, size + 1)}
+    prompts = sorted({1, *(tokens for tokens in (*around, *ORACLE_PROMPTS) if tokens > 0)})
+    few = {length: documents * 3 // 16 if length >= LONG else documents // 2 for length in study.lengths}
+    canaries = max((sum(cell.canaries for cell in rules.cells) for rules in study.timing.values()), default=0)
+    return Recipe(
+        documents={
+            length: (("cpython", few[length]), ("kjv", documents - few[length]))
+            for length in sorted(study.lengths, reverse=True)
+        },
+        decode_steps=study.nll.decode_steps,
+        oracle=tuple((tokens, ORACLE_STEPS[i % len(ORACLE_STEPS)]) for i, tokens in enumerate(prompts)),
+        oracle_long={length: (_most(length), 10) for length in study.lengths},
+        parity_excerpts=tuple(EXCERPTS[i % len(EXCERPTS)] for i in range(parity.prompts - len(QUESTIONS))),
+        parity_tokens=parity.max_tokens,
+        retrieval={
+            length.tokens: (
+                length.tokens - length.tokens // 32,
+                tuple(
+                    (OTHERS[i % len(OTHERS)], DEPTHS[i // len(OTHERS) % len(DEPTHS)])
+                    for i in range(length.questions["retrieval"])
+                ),
+            )
+            for length in study.lengths.values()
+            if "retrieval" in length.questions
+        },
+        recall=(PAIRS, max((length.questions.get("recall", 0) for length in study.lengths.values()), default=0)),
+        answer_tokens={task: rules.max_tokens for task, rules in study.preservation.items()},
+        timing={
+            length: (_most(length), sum(cell.requests - cell.canaries for cell in rules.cells), rules.warm_up)
+            for length, rules in study.timing.items()
+        },
+        timing_tokens=max((cell.max_tokens for rules in study.timing.values() for cell in rules.cells), default=0),
+        canaries=tuple(f"p{len(QUESTIONS) + i:02d}" for i in range(canaries)),
+        calibration=CALIBRATION,
+        anew=True,
+    )
+
+
+def _most(length: int) -> int:
+    """A prompt that is nearly as long as the length: 1,000 tokens of 1,024, 8,000 of 8,192."""
+    return length * 125 // 128
 
 
 class _Stream:
@@ -243,7 +321,8 @@ def _panels(
         for i, (tokens, steps) in enumerate((*recipe.oracle, long)):
             # K and V at position 0 depend on the first token alone: it differs between requests, or an output that came
             # from another request's first position could not be told apart.
-            prompt = first["cpython" if i % 2 else "kjv"].take(tokens, not_first=begun)
+            short = i < len(recipe.oracle)
+            prompt = first["cpython" if short and i % 2 else "kjv"].take(tokens, not_first=begun)
             begun.add(prompt[0])
             rows.append({"id": f"r{i:02d}-{tokens}", "prompt": prompt, "max_tokens": steps})
         yield panel("oracle", length, rows, CPYTHON, KJV)
@@ -259,13 +338,15 @@ def _panels(
     for length, (size, grades) in recipe.retrieval.items():
         filler = again()["kjv"]
         rows = [
-            _retrieval_item(i, size, others, depth, filler, encode, recipe.answer_tokens)
+            _retrieval_item(i, size, others, depth, filler, encode, recipe.answer_tokens["retrieval"])
             for i, (others, depth) in enumerate(grades)
         ]
         yield panel("retrieval", length, rows, KJV, OWN)
     pairs, questions = recipe.recall
     if questions:
-        rows = [_recall_item(i, pairs[i % len(pairs)], encode, recipe.answer_tokens) for i in range(questions)]
+        rows = [
+            _recall_item(i, pairs[i % len(pairs)], encode, recipe.answer_tokens["recall"]) for i in range(questions)
+        ]
         yield panel("recall", None, rows, OWN)
 
     for length, (size, measured, warm_up) in recipe.timing.items():
