@@ -69,6 +69,20 @@ def _parser() -> argparse.ArgumentParser:
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
     study_of(command("doctor", _doctor, "say what this host has of what a study needs"))
+    prepare = command(
+        "prepare", _prepare, "write the files of a study that are made from its model's tokenizer and weights"
+    )
+    study_of(prepare)
+    prepare.add_argument("--model", type=Path, required=True, metavar="DIR", help="the folder of the declared revision")
+    prepare.add_argument("--bible", type=Path, metavar="FILE", help="the King James text (default: run `bible`)")
+    prepare.add_argument("--topics", type=Path, metavar="FILE", help="CPython 3.11.7's pydoc_data/topics.py")
+    prepare.add_argument(
+        "--calibrate", action="store_true", help="write the V scales too: boots the study's first control"
+    )
+    checkout = command("checkout", _checkout, "print a checkout's tables for a kvqual-install.toml")
+    checkout.add_argument("path", type=Path, metavar="PATH", help="the root of the checkout")
+    checkout.add_argument("--name", default="vllm", choices=("vllm", "flashinfer"), help="default: %(default)s")
+    checkout.add_argument("--arm", default="candidate", metavar="ARM", help="default: %(default)s")
     report = command(
         "report",
         _report,
@@ -149,6 +163,30 @@ def _model(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.load import load_study
 
     print(build_model(load_study(args.study, args.format).model, rebuild=args.rebuild))
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from pytest_kvqual.prepare import prepare
+
+    lines = prepare(
+        args.study,
+        format=args.format,
+        model=args.model.absolute(),
+        bible=args.bible,
+        topics=args.topics,
+        calibrate=args.calibrate,
+    )
+    for line in lines:
+        print(line, flush=True)
+    return 0
+
+
+def _checkout(args: argparse.Namespace) -> int:
+    from pytest_kvqual.server.checkout import checkout_lines
+
+    for line in checkout_lines(args.path, args.name, args.arm):
+        print(line)
     return 0
 
 
