@@ -10,23 +10,26 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual._decode import Table, one_line, parse_json
-from pytest_kvqual.errors import ModelError, StudyError
-from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, recipe_of
+from pytest_kvqual.errors import CaptureError, ModelError, RefusedError, StudyError
+from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, encode_rows, recipe_of, v_scale
 from pytest_kvqual.study.load import argument, load_study
-from pytest_kvqual.study.model import Study
+from pytest_kvqual.study.model import Selection, Study
 from pytest_kvqual.study.panels import check_panels
 
+WATCH = "pytest_kvqual.worker.calibration:watch"
 _LIMIT_S = 120.0
 #: A study's key of ``[model]``, and where the model's ``config.json`` has it.
 _GEOMETRY = {
@@ -59,7 +62,13 @@ class Tokenizer:
 
 
 def prepare(
-    name_or_path: str, *, format: str | None, model: Path, bible: Path | None = None, topics: Path | None = None
+    name_or_path: str,
+    *,
+    format: str | None,
+    model: Path,
+    bible: Path | None = None,
+    topics: Path | None = None,
+    calibrate: bool = False,
 ) -> Iterator[str]:
     """Write the panels of a study and the digests of its model's files; yields one line about each file.
 
@@ -72,10 +81,13 @@ def prepare(
         model: The model's folder, with no other file in it than the model's.
         bible: As :func:`read_bible` takes it.
         topics: As :func:`read_topics` takes it.
+        calibrate: Write the V scales too: :func:`largest_v`.
 
     Raises:
         StudyError: The study is not one that is prepared; a text is missing or another one; a panel does not fit.
         ModelError: The folder holds no model that can be read, or one of another geometry.
+        RefusedError: ``calibrate`` on a host without the device that the study is for.
+        ServerError: The control that is calibrated in did not start or did not answer.
     """
     study = load_study(name_or_path, format)
     if study.model.files_path is None or study.model.repository is None:
@@ -84,11 +96,14 @@ def prepare(
             "committed with it",
             advice="`kvqual model` builds the embedded study's model",
         )
+    if calibrate:
+        # Before the minutes that the rest takes.
+        _device(study)
     files = model_files(model)
     _fits(study, model)
     tokenizer = tokenizer_of(model)
     texts = {"cpython": read_topics(topics), "kjv": read_bible(bible)}
-    _, panels = build(
+    windows, panels = build(
         recipe_of(study), texts, encode=tokenizer.encode, chat=tokenizer.chat, tokenizer_sha256=tokenizer.sha256
     )
     for panel in panels:
@@ -97,6 +112,13 @@ def prepare(
     yield _write(study, study.model.files_path, pretty_bytes({"schema": 1, "files": files}))
     prepared = load_study(name_or_path, format)
     check_panels(prepared)
+    if calibrate:
+        control = study.controls()[0].name
+        yield f"calibrating: arm {control}, {sum(map(len, windows))} tokens that are in no panel's document"
+        scales = encode_rows({"schema": 1}, "v_scale", v_scale(largest_v(prepared, model, windows)))
+        for path in dict.fromkeys(arm.scales for arm in study.arms.values() if arm.scales is not None):
+            yield _write(study, path, scales)
+        prepared = load_study(name_or_path, format)
     yield f"gates of it need KVQUAL_MODEL_DIR={model}"
     if prepared.missing:
         names = ", ".join(path.relative_to(study.directory).as_posix() for path in prepared.missing)
@@ -106,6 +128,85 @@ def prepare(
         )
     else:
         yield f"next: kvqual trace, kvqual plan and kvqual freeze {argument(study)}"
+
+
+def _device(study: Study) -> None:
+    from pytest_kvqual.session import gpu_found
+
+    if study.platform == "gpu" and not gpu_found():
+        raise RefusedError(
+            f"--calibrate: found no GPU, expected one: it boots arm {study.controls()[0].name} of study {study.name}",
+            advice="run it on a GPU host; without --calibrate panels and digests are written anywhere",
+        )
+
+
+def largest_v(study: Study, model: Path, windows: Sequence[Sequence[int]]) -> list[float]:
+    """The largest |V| of each layer over ``windows`` of token ids, as the study's first control hands it to its cache.
+
+    The control is booted in eager mode, with nothing in it but a note of what its cache is given, and is sent each
+    window once, one after the other.
+
+    Raises:
+        ServerError: It did not start, or did not answer.
+        CaptureError: It told of other layers than the model has.
+    """
+    from pytest_kvqual.attempt import python_of
+    from pytest_kvqual.server import rpc
+    from pytest_kvqual.server.command import serve_command, worker_config
+    from pytest_kvqual.server.process import Server, Timeouts, free_port
+
+    arm, engine = study.controls()[0], study.engine
+    longest = max(map(len, windows))
+    length = next((it for it in study.lengths.values() if it.max_model_len > longest), None)
+    if length is None:
+        raise StudyError(f"study {study.name}: found no length of more than {longest} tokens, expected one")
+    eager = replace(arm, flags=(*arm.flags, "--enforce-eager"))
+    selection = Selection(study=study, arm=eager, length=length, cache_bytes=length.cache_bytes)
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvqual-calibrate-") as scratch:
+        command = serve_command(
+            selection,
+            model=model,
+            port=port,
+            worker_config=worker_config(selection, model=model, after_init=(WATCH,)),
+            python=python_of(arm),
+            inherited=os.environ,
+        )
+        server = Server.start(
+            command, port=port, log=Path(scratch, "server.log"), timeouts=Timeouts(boot_s=engine.boot_timeout_s)
+        )
+        try:
+            # What the warm-up wrote was no text.
+            rpc.call(server.base_url, "kvqual_largest_v", True, timeout_s=engine.request_timeout_s)
+            for window in windows:
+                body = {"model": study.model.name, "prompt": list(window), "max_tokens": 1, "temperature": 0}
+                rpc.post(
+                    server.base_url, "/v1/completions", body, timeout_s=engine.request_timeout_s, what="calibration"
+                )
+            ranks = rpc.call(server.base_url, "kvqual_largest_v", timeout_s=engine.request_timeout_s)
+        finally:
+            server.stop()
+    return largest_of(ranks, study.model.layers)
+
+
+def largest_of(ranks: Sequence[object], layers: int) -> list[float]:
+    """The largest |V| of each layer over all ranks, from what ``kvqual_largest_v`` answered.
+
+    Raises:
+        CaptureError: A rank told of other layers than the first, of another number of them, or of no number.
+    """
+    told: list[list[tuple[str, float]]] = []
+    for rank in ranks:
+        try:
+            told.append([(str(it["layer"]), float(it["largest"])) for it in rank])  # type: ignore[attr-defined]
+        except (TypeError, KeyError, ValueError) as error:
+            raise CaptureError(f"calibration: found {rank!r:.80} from a rank, expected its layers: {error}") from None
+    names = [name for name, _ in told[0]] if told else []
+    if len(names) != layers or any([name for name, _ in rank] != names for rank in told):
+        raise CaptureError(f"calibration: found {len(names)} layers, expected {layers}, the same on every rank")
+    # NaN wins, and is refused by who makes a scale of it.
+    return [max(values, key=lambda value: (math.isnan(value), value)) for values in
+            zip(*([value for _, value in rank] for rank in told), strict=True)]  # fmt: skip
 
 
 def model_files(model: Path) -> dict[str, str]:
