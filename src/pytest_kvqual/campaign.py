@@ -309,18 +309,13 @@ class Campaign:
 
         name = label or arm.name
         if name not in self._scopes:
+            brought = {"checkouts": verify(self._install, arm.name)} if self._install is not None else {}
             self._scopes[name] = Scope(
                 lock=self._lock,
                 arm=name,
                 length=self.selection.length.tokens,
                 cache_bytes=self.selection.cache_bytes,
-                engine=digest(
-                    engine_identity(
-                        self.study,
-                        python_of(arm),
-                        () if self._install is None else verify(self._install, arm.name),
-                    )
-                ),
+                engine=digest(engine_identity(self.study, python_of(arm), **brought)),
             )
         return self._scopes[name]
 

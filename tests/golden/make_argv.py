@@ -3,8 +3,8 @@
     python tests/golden/make_argv.py
 
 What depends on the machine is replaced: the folder of this package's sources by ``SRC``, the study's by ``STUDY``, the
-interpreter by ``python``, the model's folder by ``/model``. Scales that a study does not have yet stand as 1.0 per
-layer. An arm whose code is no part of its study comes from the install in :func:`stand_in`.
+interpreter by ``python``, the model's folder by ``/model``. The scales of a study that is prepared from its model stand
+as 1.0 per layer. An arm whose code is no part of its study comes from the install in :func:`stand_in`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ def selections(name: str) -> dict[str, Selection]:
 
 def told(selection: Selection) -> dict[str, object]:
     """What the arm's worker is told."""
-    path, layers = selection.arm.scales, selection.study.model.layers
-    scales = None if path is None else load_scales(path, layers) if path.is_file() else [1.0] * layers
+    path, model = selection.arm.scales, selection.study.model
+    # Those of a study that is prepared from its model are not committed: here they are stand-ins, there or not.
+    made = [1.0] * model.layers if model.repository is not None else None
+    scales = None if path is None else made or load_scales(path, model.layers)
     checkouts = ATTEMPT / INSTALL if selection.arm.checkouts else None
     return worker_config(selection, model=MODEL, v_scales=scales, checkouts=checkouts)
 
