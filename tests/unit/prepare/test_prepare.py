@@ -95,7 +95,7 @@ def test_windows_of_documents_share_no_run(world: SimpleNamespace) -> None:
 
 
 def test_oracle_requests_lie_around_the_blocks_and_begin_apart(world: SimpleNamespace) -> None:
-    """Prompts stand on each side of one and two blocks, decode steps open blocks, and no two first tokens are the same."""
+    """Prompts stand on each side of one and two blocks, decode steps open blocks, and first tokens differ."""
     lines(world)
     study = load_study(world.study)
     block = study.engine.block_size
@@ -215,12 +215,15 @@ def test_other_layers_than_the_models_are_refused(ranks: list[object]) -> None:
 @example([448.0 / 1.5 * 2])
 def test_a_scale_covers_what_was_seen(largest: list[float]) -> None:
     """A scale is exact in float32, its range holds 1.5 times the largest |V|, and by little more than it needs."""
-    try:
-        scales = building.v_scale(largest)
-    except StudyError as error:
-        # Two layers within a 4,096th of each other have one scale.
-        assert "expected each another one" in str(error)
+    rounded = {
+        building.round_up(value * building.HEADROOM / building.E4M3_MAX, building.SCALE_BITS) for value in largest
+    }
+    if len({1.0, *rounded}) != len(largest) + 1:
+        # Two layers within a 2,048th of each other have one scale.
+        with pytest.raises(StudyError, match="expected each another one"):
+            building.v_scale(largest)
         return
+    scales = building.v_scale(largest)
     for value, scale in zip(largest, scales, strict=True):
         assert struct.unpack("<f", struct.pack("<f", scale))[0] == scale
         assert scale * building.E4M3_MAX >= value * building.HEADROOM
@@ -238,9 +241,9 @@ def test_sources_are_held_against_their_digests(tmp_path: Path) -> None:
     """Another text, and a file that is not there, are refused with what to give instead."""
     other = tmp_path / "other"
     other.write_text("topics = {}\n")
-    with pytest.raises(StudyError, match="found sha256 .* expected abaa56a6"):
+    with pytest.raises(StudyError, match=r"found sha256 .* expected abaa56a6"):
         read_topics(other)
-    with pytest.raises(StudyError, match="found sha256 .* expected cd45f0c9"):
+    with pytest.raises(StudyError, match=r"found sha256 .* expected cd45f0c9"):
         read_bible(other)
     with pytest.raises(StudyError, match="cannot read"):
         read_bible(tmp_path / "none")
