@@ -1,4 +1,4 @@
-"""A campaign whose arm comes from an install: refused before a boot and at each boot, and named in evidence and scope."""
+"""A campaign whose arm comes from an install: refused before every boot, and named in evidence and scope."""
 
 from __future__ import annotations
 
