@@ -155,7 +155,7 @@ class Campaign:
         self.run_dir = run_dir
         self.prefix = prefix
         self._timing = Timing(self, block=block)
-        self._install = install
+        self.install = install
         self._gsm8k_file = gsm8k
         self._gsm8k_panel = b""
         self._progress = progress
@@ -264,14 +264,14 @@ class Campaign:
 
         for arm in dict.fromkeys((self.selection.arm.name, *(it.name for it in self._control_arms()))):
             declared = self.study.arms[arm]
-            if declared.installed and (self._install is None or arm not in self._install.arms):
-                found = "no --install" if self._install is None else f"{self._install.path} without [arms.{arm}]"
+            if declared.installed and (self.install is None or arm not in self.install.arms):
+                found = "no --install" if self.install is None else f"{self.install.path} without [arms.{arm}]"
                 raise InstallError(
                     f"arm {arm}: found {found}, expected one that names it: its code is no part of the study",
                     advice="docs/writing-an-arm.md says what kvqual-install.toml holds",
                 )
-            if self._install is not None:
-                verify(self._install, arm)
+            if self.install is not None:
+                verify(self.install, arm)
 
     def _claim(self, place: Path) -> None:
         from filelock import FileLock, Timeout
@@ -309,7 +309,7 @@ class Campaign:
 
         name = label or arm.name
         if name not in self._scopes:
-            brought = {"checkouts": verify(self._install, arm.name)} if self._install is not None else {}
+            brought = {"checkouts": verify(self.install, arm.name)} if self.install is not None else {}
             self._scopes[name] = Scope(
                 lock=self._lock,
                 arm=name,
@@ -624,7 +624,7 @@ class Campaign:
             model=self._model,
             progress=self._progress,
             activity=self._activity,
-            install=self._install,
+            install=self.install,
         )
 
     def _capture(self, gate: str) -> None:

@@ -143,7 +143,7 @@ def attempt_of(campaign: Campaign, tmp_path: Path) -> Attempt:
         model=tmp_path,
         progress=lambda line: None,
         activity=Activity(),
-        install=campaign._install,
+        install=campaign.install,
     )
 
 
