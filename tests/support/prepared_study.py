@@ -14,7 +14,6 @@ from pytest_kvqual.study.load import studies_folder
 VOCABULARY = 5000
 LAYERS = 2
 WORDS = tuple(f"{a}{b}{c}" for a in "bdfgklmn" for b in "aeiou" for c in "bdfgklmnprst")
-LENGTHS = (256, 512)
 
 
 def encode(text: str) -> list[int]:
@@ -37,7 +36,7 @@ def text_of(words: int, seed: int) -> str:
 def small_study(folder: Path) -> Path:
     """The study qwen3-8b-awq with lengths, numbers and sizes that a test can afford; returns its folder."""
     text = (studies_folder() / "qwen3-8b-awq" / "study.toml").read_text()
-    for length, small in (("8192", "512"), ("1024", "256")):
+    for length, small in (("8192", "768"), ("1024", "512")):
         text = text.replace(f"lengths.{length}", f"lengths.{small}").replace(f"timing.{length}", f"timing.{small}")
         for kind in ("nll-", "oracle-", "retrieval-", "timing-", "plans/", "traces/", "qwen3-8b-awq "):
             text = text.replace(f"{kind}{length}", f"{kind}{small}")

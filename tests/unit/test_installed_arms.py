@@ -127,8 +127,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     def start(command: Command, *, port: int, log: Path, timeouts: object) -> object:
         commands.append(command)
         log.write_text("up\n")
-        return SimpleNamespace(boot_s=0.0, alive=lambda: False, check=lambda: None, stop=lambda: None)
+        return SimpleNamespace(boot_s=0.0, base_url="http://127.0.0.1:1", stop=lambda: None)
 
+    monkeypatch.setattr("pytest_kvqual.server.rpc.call", lambda *_, **__: [{"busy_ns": 0}])
     monkeypatch.setattr("pytest_kvqual.server.process.Server.start", start)
     return commands
 

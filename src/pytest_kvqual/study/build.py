@@ -389,7 +389,13 @@ def _retrieval_item(
     asked, word = next(iter(given.items()))
     needles = [list(encode(f"\n\nThe secret word of the {name} is {each}.\n\n")) for name, each in given.items()]
     tail = encode(f"\n\nThe secret word of the {asked} is")
-    filler = stream.take(size - len(tail) - sum(map(len, needles)))
+    said = len(tail) + sum(map(len, needles))
+    if said >= size:
+        raise StudyError(
+            f"retrieval question {index}: found sentences of {said} tokens, with {others} other names, expected fewer "
+            f"than {size}, the prompt's size"
+        )
+    filler = stream.take(size - said)
     shares = [depth, *((place + 0.5) / others for place in range(others))]
     prompt: list[int] = []
     last = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from pytest_kvqual.study.load import load_study, require_prepared
 from pytest_kvqual.study.panels import check_panels
 from pytest_kvqual.study.timing_files import plan_command, trace_command
 
-TEXTS = {"cpython": text_of(6_000, 1), "kjv": text_of(60_000, 2)}
+TEXTS = {"cpython": text_of(12_000, 1), "kjv": text_of(60_000, 2)}
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_every_question_has_its_answer_in_its_text(world: SimpleNamespace) -> No
         assert len(grades) == len(items)
         for item in items:
             assert len(item["prompt"]) == length.tokens - length.tokens // 32
-            assert item["prompt"].count(*encode(f"{item['expected']}.")) == 1
+            assert list(pairwise(item["prompt"])).count(tuple(encode(f"is {item['expected']}."))) == 1
 
 
 def test_a_text_that_is_used_up_is_named(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,17 @@ def test_a_text_that_is_used_up_is_named(world: SimpleNamespace, monkeypatch: py
     with pytest.raises(StudyError, match="the text 'kjv': found 3000 tokens, all of them used, expected a window of"):
         lines(world)
     assert load_study(world.study).model.files == {}
+
+
+def test_a_length_too_short_for_its_needles_is_named(world: SimpleNamespace) -> None:
+    """Where the sentences alone are longer than the prompt, the question is named with both sizes."""
+    path = Path(world.study) / "study.toml"
+    text = path.read_text()
+    for words in ("lengths.512", "timing.512", "nll-512", "oracle-512", "retrieval-512", "timing-512", "plans/512"):
+        text = text.replace(words, words.replace("512", "256"))
+    path.write_text(text.replace("traces/512", "traces/256"))
+    with pytest.raises(StudyError, match=r"retrieval question 3: found sentences of .* expected fewer than 248"):
+        lines(world)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +198,7 @@ def test_scales_come_from_what_the_control_told(world: SimpleNamespace, monkeypa
     study = load_study(world.study)
     assert study.missing == ()
     assert json.loads((Path(world.study) / "awq/scales/v.json").read_text())["v_scale"] == building.v_scale([3.0, 5.0])
-    document = json.loads(study.lengths[512].panels["nll"].read_text())["items"]
+    document = json.loads(study.lengths[768].panels["nll"].read_text())["items"]
     runs = {tuple(window[i : i + building.RUN]) for window in seen for i in range(len(window) - building.RUN + 1)}
     for item in document:
         tokens = whole(item)
