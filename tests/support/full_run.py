@@ -193,8 +193,8 @@ def build_run(
         study = _study(folder / "studies" / name, size, seed, schedule, name, installed=installed, formats=formats)
         freeze.freeze(study)
         if installed:
-            arm = replace(study.arms[CANDIDATE], checkouts=(Path("/generated/vllm"),))
-            study = replace(study, arms={**study.arms, CANDIDATE: arm})
+            brought = replace(study.arms[CANDIDATE], checkouts=(Path("/generated/vllm"),))
+            study = replace(study, arms={**study.arms, CANDIDATE: brought})
         lock = freeze.verify_lock(study)
         run_dir = folder / "run"
         run_dir.mkdir(parents=True)
