@@ -70,6 +70,7 @@ def open_campaign(pytestconfig: pytest.Config) -> OpenCampaign:
         named = open_campaign(options_of(pytestconfig, platform="cpu", timing=False), say)
         if not changes:
             return named
-        return Campaign(**{"selection": named.selection, "run_dir": named.run_dir, "progress": say, **changes})
+        shared = {"selection": named.selection, "run_dir": named.run_dir, "install": named.install, "progress": say}
+        return Campaign(**{**shared, **changes})
 
     return call

@@ -38,7 +38,7 @@ def served(open_campaign: OpenCampaign, pytestconfig: pytest.Config) -> Iterator
     models.verify_model(model, campaign.study.model.files)
     folder = campaign.run_dir / "live-controls" / campaign.arm
     say = partial(progress.write, pytestconfig)
-    with Served(campaign.selection, model=model, folder=folder, progress=say) as arm:
+    with Served(campaign.selection, model=model, folder=folder, progress=say, install=campaign.install) as arm:
         yield arm
 
 

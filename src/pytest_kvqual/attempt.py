@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pytest_kvqual.evidence.bundle import Bundle
     from pytest_kvqual.evidence.records import Scope
     from pytest_kvqual.hooks import Progress
+    from pytest_kvqual.server.checkout import Install
     from pytest_kvqual.server.process import Server
     from pytest_kvqual.study.model import Arm, Selection
     from pytest_kvqual.study.panels import Panel
@@ -35,6 +36,8 @@ ORDER_COMPARISON = "order-comparison.json"
 PARITY, PARITY_REVERSE, REFERENCE = "parity.jsonl", "parity-reverse.jsonl", "reference.jsonl"
 NLL = "nll.jsonl"
 GSM8K_PANEL = "gsm8k-panel.json"
+#: The checkouts that the arm brought, as they were found before each boot.
+INSTALL = "install.json"
 SERVER_LOG, REFERENCE_LOG, REFERENCE_CONFIG = "server.log", "reference.log", "reference-config.json"
 
 ORDER_POISON_PROMPTS: Final = 8
@@ -160,6 +163,7 @@ class Attempt:
         model: The verified model folder.
         progress: Takes one line about a long step.
         activity: Receives boot and busy times.
+        install: Where interpreter and checkouts of arms come from; None where all are the study's.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class Attempt:
         model: Path,
         progress: Progress,
         activity: Activity,
+        install: Install | None = None,
     ) -> None:
         from pytest_kvqual.evidence.bundle import Bundle
 
@@ -179,6 +184,7 @@ class Attempt:
         self._model = model
         self._progress = progress
         self._activity = activity
+        self._install = install
         self._label = scope.arm
         self._server: Server | None = None
         self._closed = False
@@ -224,6 +230,7 @@ class Attempt:
         from pytest_kvqual.server.process import Server, Timeouts, free_port
 
         selection, engine = self._selection, self._selection.study.engine
+        self._installed()
         self.say("booting")
         port = free_port()
         command = serve_command(
@@ -244,7 +251,29 @@ class Attempt:
         from pytest_kvqual.server.command import worker_config
         from pytest_kvqual.study.panels import selected_scales
 
-        return worker_config(self._selection, model=self._model, v_scales=selected_scales(self._selection))
+        return worker_config(
+            self._selection,
+            model=self._model,
+            v_scales=selected_scales(self._selection),
+            checkouts=self.path / INSTALL if self._selection.arm.checkouts else None,
+        )
+
+    def _installed(self) -> None:
+        """Look at the arm's checkouts, immediately before they are imported from: ``install.json``.
+
+        Raises:
+            InstallError: One is not the declared one, or not what it was at an earlier boot of this attempt.
+        """
+        from pytest_kvqual.server.checkout import verify
+
+        arm = self._selection.arm
+        if self._install is None or not arm.checkouts:
+            return
+        found = verify(self._install, arm.name)
+        document = {"schema": 1, "arm": arm.name, "checkouts": [it.record() for it in found]}
+        # Verified against the same declaration: a second boot of an attempt finds what the first one found.
+        if not self.has(INSTALL):
+            self._bundle.write(INSTALL, document)
 
     def stop(self, *, gone: bool = False) -> None:
         """End the server, and seal its log. Idempotent.
@@ -663,6 +692,7 @@ class Attempt:
 
         panel = load_task_panel(self._selection, "parity")
         selection, engine = self._selection, self._selection.study.engine
+        self._installed()
         self.say("in process: booting")
         begun_ns, tell = monotonic_ns(), self.steps("in process:")
         first_ns: int | None = None

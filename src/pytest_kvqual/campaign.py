@@ -26,6 +26,7 @@ from pytest_kvqual.attempt import (
     GSM8K_PANEL,
     IDENTITY,
     IDENTITY_POISON,
+    INSTALL,
     NLL,
     ORACLE,
     ORDER_COMPARISON,
@@ -43,7 +44,15 @@ from pytest_kvqual.attempt import (
     python_of,
     scored,
 )
-from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, RefusedError, ServerError, StudyError
+from pytest_kvqual.errors import (
+    CaptureError,
+    EvidenceError,
+    InstallError,
+    KvqualError,
+    RefusedError,
+    ServerError,
+    StudyError,
+)
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 from pytest_kvqual.study.load import ORACLE_GATES, SCORED_TASKS, TIMING_GATES
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from pytest_kvqual.judge.sequence import Refusal, Standing
     from pytest_kvqual.receipt.statement import Receipt
     from pytest_kvqual.receipt.write import Receipts
+    from pytest_kvqual.server.checkout import Install
     from pytest_kvqual.study.model import Arm, Selection, Study
     from pytest_kvqual.study.panels import Panel
 
@@ -74,15 +84,23 @@ def open_campaign(options: Options, progress: Progress) -> Campaign:
     """The campaign that the user's options ask for.
 
     Raises:
-        StudyError: The study is malformed, or lacks the arm or the length.
+        StudyError: The study is malformed or not prepared, or lacks the arm or the length.
+        InstallError: The install cannot be read, or names another study's arm.
     """
-    from pytest_kvqual.study.load import load_study, select
+    from pytest_kvqual.server.checkout import apply, read_install
+    from pytest_kvqual.study.load import load_study, require_prepared, select
 
-    study = load_study(options.study)
+    study = load_study(options.study, options.format)
+    require_prepared(study)
+    install = None
+    if options.install is not None:
+        install = read_install(options.install, study)
+        study = apply(study, install)
     arm = options.arm if options.arm is not None else _only_candidate(study)
     length = options.length if options.length is not None else next(iter(study.lengths))
     selection = select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
-    run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / study.name
+    place = study.name if study.model.format is None else f"{study.name}-{study.model.format}"
+    run_dir = options.run_dir if options.run_dir is not None else options.root / ".kvqual" / place
     return Campaign(
         selection,
         run_dir=run_dir,
@@ -90,6 +108,7 @@ def open_campaign(options: Options, progress: Progress) -> Campaign:
         progress=progress,
         gsm8k=options.gsm8k,
         block=options.block,
+        install=install,
     )
 
 
@@ -115,6 +134,7 @@ class Campaign:
         label: The arm's name in scopes; default its own.
         gsm8k: The file of the GSM8K test set; None for the hub's.
         block: The block of the trial; None where this run has none.
+        install: Where interpreter and checkouts of arms come from; ``selection`` has them already.
     """
 
     def __init__(
@@ -127,6 +147,7 @@ class Campaign:
         label: str | None = None,
         gsm8k: Path | None = None,
         block: int | None = None,
+        install: Install | None = None,
     ) -> None:
         self.selection: Selection = selection
         self.study: Study = selection.study
@@ -134,6 +155,7 @@ class Campaign:
         self.run_dir = run_dir
         self.prefix = prefix
         self._timing = Timing(self, block=block)
+        self.install = install
         self._gsm8k_file = gsm8k
         self._gsm8k_panel = b""
         self._progress = progress
@@ -151,8 +173,9 @@ class Campaign:
     @property
     def title(self) -> str:
         """Arm, length and pool size."""
+        form = "" if self.study.model.format is None else f" ({self.study.model.format})"
         return (
-            f"{self.arm} of {self.study.name} at length {self.selection.length.tokens}, "
+            f"{self.arm} of {self.study.name}{form} at length {self.selection.length.tokens}, "
             f"{self.selection.cache_bytes} cache bytes"
         )
 
@@ -171,6 +194,7 @@ class Campaign:
         self._activity.begun_ns = monotonic_ns()
         self._gates = tuple(gates)
         self._fits()
+        self._installed()
         lock = verify_lock(self.study)
         self._lock = lock.sha256
         self._implementation = digest(dict(lock.implementation))
@@ -234,6 +258,21 @@ class Campaign:
                 advice="give a smaller --cache-bytes",
             )
 
+    def _installed(self) -> None:
+        """Every checkout that this run may import from is the declared one, and no arm lacks what it brings."""
+        from pytest_kvqual.server.checkout import verify
+
+        for arm in dict.fromkeys((self.selection.arm.name, *(it.name for it in self._control_arms()))):
+            declared = self.study.arms[arm]
+            if declared.installed and (self.install is None or arm not in self.install.arms):
+                found = "no --install" if self.install is None else f"{self.install.path} without [arms.{arm}]"
+                raise InstallError(
+                    f"arm {arm}: found {found}, expected one that names it: its code is no part of the study",
+                    advice="docs/writing-an-arm.md says what kvqual-install.toml holds",
+                )
+            if self.install is not None:
+                verify(self.install, arm)
+
     def _claim(self, place: Path) -> None:
         from filelock import FileLock, Timeout
 
@@ -265,16 +304,18 @@ class Campaign:
     def _scope(self, arm: Arm, label: str | None = None) -> Scope:
         from pytest_kvqual._canonical import digest
         from pytest_kvqual.evidence.records import Scope
+        from pytest_kvqual.server.checkout import verify
         from pytest_kvqual.server.install import engine_identity
 
         name = label or arm.name
         if name not in self._scopes:
+            brought = {"checkouts": verify(self.install, arm.name)} if self.install is not None else {}
             self._scopes[name] = Scope(
                 lock=self._lock,
                 arm=name,
                 length=self.selection.length.tokens,
                 cache_bytes=self.selection.cache_bytes,
-                engine=digest(engine_identity(self.study, python_of(arm))),
+                engine=digest(engine_identity(self.study, python_of(arm), **brought)),
             )
         return self._scopes[name]
 
@@ -482,8 +523,9 @@ class Campaign:
     def _needed(self, gates: Sequence[str]) -> tuple[str, ...]:
         """The files that the arm's attempt must hold for these gates."""
         fault = self._reading_fault()
+        installed = (INSTALL,) if self.selection.arm.checkouts else ()
         names = {
-            "identity": (IDENTITY, IDENTITY_POISON),
+            "identity": (*installed, IDENTITY, IDENTITY_POISON),
             "dispatch": (DISPATCH,),
             **dict.fromkeys(ORACLE_GATES, (ORACLE,)),
             "determinism": (
@@ -500,12 +542,13 @@ class Campaign:
 
     def _control_names(self, arm: Arm, gates: Sequence[str]) -> tuple[str, ...]:
         """The files that a control's attempt must hold for these gates."""
+        identity = (*((INSTALL,) if arm.checkouts else ()), IDENTITY)
         if arm != self._null_arm():
             others = {"nll": (NLL,), **{task: (*_panel_files(task), scored(task)) for task in SCORED_TASKS}}
             files = [name for gate in gates for name in others.get(gate, ())]
-            return tuple(dict.fromkeys((IDENTITY, *files))) if files else ()
+            return tuple(dict.fromkeys((*identity, *files))) if files else ()
         names = {
-            "identity": (IDENTITY,),
+            "identity": identity,
             "dispatch": (DISPATCH,),
             **dict.fromkeys(ORACLE_GATES, (ORACLE,)),
             "determinism": (ORDERS, ORDER_INPUTS, ORDER_COMPARISON),
@@ -513,7 +556,7 @@ class Campaign:
             "nll": (NLL, again(NLL)),
             **{task: (*_panel_files(task), scored(task), again(scored(task))) for task in SCORED_TASKS},
         }
-        return tuple(dict.fromkeys((IDENTITY, *(name for gate in gates for name in names.get(gate, ())))))
+        return tuple(dict.fromkeys((*identity, *(name for gate in gates for name in names.get(gate, ())))))
 
     def _own(self) -> Reader:
         return self._readers[self.arm]
@@ -581,6 +624,7 @@ class Campaign:
             model=self._model,
             progress=self._progress,
             activity=self._activity,
+            install=self.install,
         )
 
     def _capture(self, gate: str) -> None:

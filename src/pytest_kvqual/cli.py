@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         found.add_argument(
             "study", nargs="?", default=DEFAULT_STUDY, metavar="STUDY", help="name or path (default: %(default)s)"
         )
+        found.add_argument("--format", metavar="NAME", help="the format of the model, where the study has several")
 
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
@@ -68,6 +69,20 @@ def _parser() -> argparse.ArgumentParser:
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
     study_of(command("doctor", _doctor, "say what this host has of what a study needs"))
+    prepare = command(
+        "prepare", _prepare, "write the files of a study that are made from its model's tokenizer and weights"
+    )
+    study_of(prepare)
+    prepare.add_argument("--model", type=Path, required=True, metavar="DIR", help="the folder of the declared revision")
+    prepare.add_argument("--bible", type=Path, metavar="FILE", help="the King James text (default: run `bible`)")
+    prepare.add_argument("--topics", type=Path, metavar="FILE", help="CPython 3.11.7's pydoc_data/topics.py")
+    prepare.add_argument(
+        "--calibrate", action="store_true", help="write the V scales too: boots the study's first control"
+    )
+    checkout = command("checkout", _checkout, "print a checkout's tables for a kvqual-install.toml")
+    checkout.add_argument("path", type=Path, metavar="PATH", help="the root of the checkout")
+    checkout.add_argument("--name", default="vllm", choices=("vllm", "flashinfer"), help="default: %(default)s")
+    checkout.add_argument("--arm", default="candidate", metavar="ARM", help="default: %(default)s")
     report = command(
         "report",
         _report,
@@ -119,14 +134,14 @@ def _parser() -> argparse.ArgumentParser:
 def _freeze(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.freeze import freeze_command
 
-    print(freeze_command(args.study, check=args.check))
+    print(freeze_command(args.study, check=args.check, format=args.format))
     return 0
 
 
 def _trace(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.timing_files import trace_command
 
-    for line in trace_command(args.study, check=args.check, arrivals=args.arrivals):
+    for line in trace_command(args.study, check=args.check, arrivals=args.arrivals, format=args.format):
         print(line)
     return 0
 
@@ -140,10 +155,10 @@ def _plan(args: argparse.Namespace) -> int:
             "length by itself"
         )
     if args.trials is not None:
-        for line in trial_lines(args.study, args.trials):
+        for line in trial_lines(args.study, args.trials, args.format):
             print(line)
         return 0
-    for line in plan_command(args.study, check=args.check, default=DEFAULT_STUDY):
+    for line in plan_command(args.study, check=args.check, default=DEFAULT_STUDY, format=args.format):
         print(line)
     return 0
 
@@ -152,7 +167,31 @@ def _model(args: argparse.Namespace) -> int:
     from pytest_kvqual.models import build_model
     from pytest_kvqual.study.load import load_study
 
-    print(build_model(load_study(args.study).model, rebuild=args.rebuild))
+    print(build_model(load_study(args.study, args.format).model, rebuild=args.rebuild))
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from pytest_kvqual.prepare import prepare
+
+    lines = prepare(
+        args.study,
+        format=args.format,
+        model=args.model.absolute(),
+        bible=args.bible,
+        topics=args.topics,
+        calibrate=args.calibrate,
+    )
+    for line in lines:
+        print(line, flush=True)
+    return 0
+
+
+def _checkout(args: argparse.Namespace) -> int:
+    from pytest_kvqual.server.checkout import checkout_lines
+
+    for line in checkout_lines(args.path, args.name, args.arm):
+        print(line)
     return 0
 
 
@@ -160,7 +199,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from pytest_kvqual.doctor import checks
 
     failed = False
-    for check in checks(args.study):
+    for check in checks(args.study, args.format):
         failed = failed or not check.passed
         print(check.line())
     return 1 if failed else 0

@@ -31,7 +31,7 @@ class Line:
         return f"{'ok ' if self.passed else 'FIX'}  {self.what}: {' '.join(self.found.split())}"
 
 
-def checks(study: str) -> Iterator[Line]:
+def checks(study: str, format: str | None = None) -> Iterator[Line]:
     """Look at everything that a study needs before it boots; each line as soon as it is known.
 
     Raises:
@@ -39,7 +39,7 @@ def checks(study: str) -> Iterator[Line]:
     """
     from pytest_kvqual.study.load import load_study
 
-    declared = load_study(study)
+    declared = load_study(study, format)
     yield Line(what="study", passed=True, found=f"{declared.name} in {declared.directory}")
     for what, look in _LOOKS:
         try:
@@ -127,7 +127,15 @@ def _port(study: Study) -> str:
         raise KvqualError(f"found no port of 127.0.0.1: {error.strerror}", advice="bring interface lo up") from error
 
 
+def _prepared(study: Study) -> str:
+    from pytest_kvqual.study.load import require_prepared
+
+    require_prepared(study)
+    return "panels, scales and digests are there"
+
+
 _LOOKS: tuple[tuple[str, Callable[[Study], str]], ...] = (
+    ("prepared", _prepared),
     ("python", _python),
     ("engine", _engine),
     ("device", _device),

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Options:
     """What the user typed, converted.
 
-    ``arm`` and ``length`` are None when not given: the study's only candidate, the study's first length.
+    ``arm`` and ``length`` are None when not given: the study's only candidate, the study's first length. So is
+    ``format``: the first of the model's formats. ``install`` is the folder of ``kvqual-install.toml``, absolute, None
+    where none was given.
     ``cache_bytes`` in bytes, None for the study's own. ``platform`` is the one that ``-m`` names, and ``timing`` says
     whether ``-m`` names ``timing`` too. ``run_dir`` is absolute. ``gsm8k`` is the file of the GSM8K
     test set, absolute, None for the hub's. ``block`` is
@@ -41,6 +43,8 @@ class Options:
     timing: bool
     gsm8k: Path | None = None
     block: int | None = None
+    format: str | None = None
+    install: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["arm", "campaign", "gate", "pilot", "study"]
 
-DEFAULT_STUDY = "smollm2-cpu"
+#: Where no --study is given: the study of the platform that -m names.
+DEFAULT_STUDIES = {"cpu": "smollm2-cpu", "gpu": "qwen3-8b-awq"}
 MARKERS = (
     "cpu: runs on a CPU study (gates are selected by -m cpu or -m gpu)",
     "gpu: runs on a GPU study",
@@ -86,6 +87,19 @@ def _geometry(text: str) -> Geometry:
         raise pytest.UsageError(f"--geometry: {error}") from None
 
 
+def _study(text: str) -> str:
+    if not text.strip():
+        raise pytest.UsageError("--study: found an empty text, expected a name or a path")
+    return text
+
+
+def _install(text: str) -> Path:
+    path = Path(text).expanduser().absolute()
+    if not text.strip() or not path.is_dir():
+        raise pytest.UsageError(f"--install: found no folder '{text}', expected one with kvqual-install.toml")
+    return path
+
+
 def _folder(text: str) -> Path:
     if not text.strip():
         raise pytest.UsageError("--run-dir: found an empty text, expected a folder")
@@ -101,7 +115,17 @@ def _dataset(text: str) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kvqual", "qualification of KV-cache changes")
-    group.addoption("--study", metavar="NAME|PATH", default=DEFAULT_STUDY, help="the study (default: %(default)s)")
+    defaults = ", ".join(f"{name} with -m {platform}" for platform, name in DEFAULT_STUDIES.items())
+    group.addoption("--study", metavar="NAME|PATH", type=_study, help=f"the study (default: {defaults})")
+    group.addoption(
+        "--format", metavar="NAME", help="the format of the model, where the study has several (default: its first)"
+    )
+    group.addoption(
+        "--install",
+        metavar="DIR",
+        type=_install,
+        help="the folder of kvqual-install.toml: interpreter and checkouts of each arm (default: none)",
+    )
     group.addoption(
         "--arm", metavar="NAME", type=_arm_name, help="the arm under qualification (default: the study's candidate)"
     )

@@ -31,7 +31,7 @@ from pytest_kvqual.study.load import GATES, WITH_BLOCK, WITHOUT_BLOCK
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Decision
-    from pytest_kvqual.study.model import GatePlan
+    from pytest_kvqual.study.model import GatePlan, Study
 
 PLUGIN_NAME = "kvqual-session"
 _session_key = pytest.StashKey["QualificationSession"]()
@@ -125,11 +125,21 @@ def gpu_found() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or shutil.which("nvidia-smi") is not None
 
 
+def study_of(config: pytest.Config, platform: Literal["cpu", "gpu"]) -> str:
+    """The study that was asked for, or the platform's default."""
+    from pytest_kvqual.plugin import DEFAULT_STUDIES
+
+    named: str | None = config.getoption("study")
+    return DEFAULT_STUDIES[platform] if named is None else named
+
+
 def options_of(config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing: bool) -> Options:
     """What the user typed."""
     run_dir: Path | None = config.getoption("run_dir")
     return Options(
-        study=config.getoption("study"),
+        study=study_of(config, platform),
+        format=config.getoption("format"),
+        install=config.getoption("install"),
         arm=config.getoption("arm"),
         length=config.getoption("length"),
         cache_bytes=config.getoption("cache_bytes"),
@@ -191,6 +201,8 @@ class QualificationSession:
         # Opening waits for the selection where it may turn out that only transfer tests run.
         self._waiting = False
         self._only_transfer = False
+        # Of a run that lists tests and does nothing else: whose gates they are.
+        self._listed: Study | None = None
         self._notes: dict[str, str] = {}
         # The test that is running, and the tests whose outcome was reported: by node id.
         self._running: tuple[str, tuple[str, int | None, str]] | None = None
@@ -221,7 +233,9 @@ class QualificationSession:
                 raise pytest.UsageError(f"gate {name}: found {gates[name].nodeid} and {item.nodeid}, expected one test")
             gates[name] = item
         qualification = cls(session, gates)
-        if not (config.option.collectonly or config.option.showfixtures or config.option.show_fixtures_per_test):
+        if config.option.collectonly:
+            qualification._list()
+        elif not (config.option.showfixtures or config.option.show_fixtures_per_test):
             qualification._waiting = wait
             if not wait:
                 qualification._open()
@@ -229,6 +243,40 @@ class QualificationSession:
             raise pytest.UsageError(f"found -p no:{PLUGIN_NAME}, expected none: gates do not run without it")
         config.stash[_session_key] = qualification
         return qualification
+
+    def _list(self) -> None:
+        """The study whose gates are listed, where nothing runs. What was typed must fit it all the same.
+
+        Raises:
+            pytest.UsageError: one line.
+        """
+        from pytest_kvqual.study.load import load_study, select
+
+        config = self._config
+        platforms = named_platforms(config.getoption("markexpr", ""))
+        if len(platforms) != 1:
+            return
+        options = options_of(config, platform=platforms[0], timing=False)
+        typed = [options.arm, options.length, options.format, config.getoption("study")]
+        try:
+            study = load_study(options.study, options.format)
+            arm = options.arm if options.arm is not None else next(iter(study.arms))
+            length = options.length if options.length is not None else next(iter(study.lengths))
+            select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
+        except KvqualError as error:
+            # A folder of gates may bring a campaign of its own, which knows its study by itself.
+            if any(value is not None for value in typed):
+                raise pytest.UsageError(error.line()) from None
+            return
+        self._refuse_platform(study, platforms[0])
+        self._listed = study
+
+    def _refuse_platform(self, study: Study, platform: str) -> None:
+        if study.platform != platform:
+            raise pytest.UsageError(
+                f"-m {platform}: found the study {study.name!r} of platform {study.platform}, expected one of "
+                f"{platform}: give --study, or -m {study.platform}"
+            )
 
     def _open(self) -> None:
         config = self._config
@@ -255,11 +303,7 @@ class QualificationSession:
         except KvqualError as error:
             raise pytest.UsageError(error.line()) from None
         study = self.campaign.study
-        if study.platform != platform:
-            raise pytest.UsageError(
-                f"-m {platform}: found the study {study.name!r} of platform {study.platform}, expected one of "
-                f"{platform}: give --study, or -m {study.platform}"
-            )
+        self._refuse_platform(study, platform)
         plans = {plan.name: plan for plan in study.gates}
         for name, item in self._collected.items():
             if name not in plans and name not in GATES:
@@ -286,6 +330,7 @@ class QualificationSession:
         selected = set(items)
         self._selected = {name: item for name, item in self._collected.items() if item in selected}
         if self._campaign is None:
+            self._in_the_listing(items)
             return
         plans = {plan.name: plan for plan in self.campaign.study.gates}
         # A gate that the study does not list is another study's (gsm8k where the model cannot do it).
@@ -302,6 +347,19 @@ class QualificationSession:
             items[place] = self._selected[name]
         # They take seconds, and what they find is found before an engine boots.
         items.sort(key=lambda item: item.get_closest_marker("transfer") is None)
+
+    def _in_the_listing(self, items: list[pytest.Item]) -> None:
+        """Every gate of the study in its order, those that time too; no gate of another study, and no pilot."""
+        if self._listed is None:
+            return
+        order = {plan.name: place for place, plan in enumerate(self._listed.gates)}
+        names = {item: name for name, item in self._selected.items()}
+        out = [item for item, name in names.items() if name not in order]
+        out += [item for item in items if item.get_closest_marker("pilot") is not None]
+        if out:
+            self._config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+        items.sort(key=lambda item: order[names[item]] if item in names else -1)
 
     def _asked(self, plan: GatePlan) -> bool:
         """Whether this run decides the gate: timing where it is named, a trial with ``--block``, statistics without."""

@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +51,8 @@ CACHE_BYTES: Final = 48 << 30
 LAYERS: Final = 3
 SCALES: Final = (0.5, 0.25, 0.125)
 CREATED: Final = 1_780_000_000
+COMMIT: Final = "7" * 40
+"""The commit of the checkout that there is not."""
 TOKENIZER: Final = "5" * 64
 SOURCE: Final = sha256_bytes(b"generated")
 """The digest of the GSM8K set that there is not."""
@@ -169,6 +171,8 @@ def build_run(
     schedule: str = "waves",
     shift: float = 0.0005,
     name: str = "synthetic",
+    installed: bool = False,
+    formats: bool = False,
 ) -> FullRun:
     """Write the study to ``folder/studies/NAME`` and the run to ``folder/run``.
 
@@ -181,11 +185,16 @@ def build_run(
         schedule: The study's.
         shift: What the candidate's losses are above the controls', in nats per token, on average.
         name: The study's.
+        installed: Whether the candidate comes from an install, with one checkout.
+        formats: Whether the study has two formats of its model; the run is then one of the second.
     """
     found = all_right(size) if outcomes is None else outcomes
     with _no_flush():
-        study = _study(folder / "studies" / name, size, seed, schedule, name)
+        study = _study(folder / "studies" / name, size, seed, schedule, name, installed=installed, formats=formats)
         freeze.freeze(study)
+        if installed:
+            brought = replace(study.arms[CANDIDATE], checkouts=(Path("/generated/vllm"),))
+            study = replace(study, arms={**study.arms, CANDIDATE: brought})
         lock = freeze.verify_lock(study)
         run_dir = folder / "run"
         run_dir.mkdir(parents=True)
@@ -231,6 +240,15 @@ kv_format = "{kv_format}"
 cache_dtype = "{dtype}"
 kernels = ["*attention*"]
 {more}"""
+
+FORMATS: Final = ("bf16", "awq")
+_FORMAT = """
+[model.formats.{0}]
+repository = "generated/{0}"
+revision = "1111111111111111111111111111111111111111"
+dtype = "float16"
+files = "{{format}}.json"
+"""
 
 _TOML = """\
 # Generated: no engine ran under this study.
@@ -338,7 +356,7 @@ _STATES: Final = {
 }
 
 
-def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Study:
+def _study(folder: Path, size: Size, seed: int, schedule: str, name: str, *, installed: bool, formats: bool) -> Study:
     numbers = random.Random(f"{seed} study")
 
     def tokens(count: int) -> list[int]:
@@ -408,7 +426,8 @@ def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Stu
         ),
         _ARM.format(
             name=CANDIDATE, role="candidate", backend="KVQUAL_K16V8", kv_format="k16v8", dtype="torch.uint8",
-            more='scales = "scales.json"\nbefore_load = ["package.module:register"]\n',
+            more='scales = "scales.json"\nbefore_load = ["package.module:register"]\n'
+            + ("installed = true\n" if installed else ""),
         ),
     )  # fmt: skip
     text = _TOML.format(
@@ -425,8 +444,16 @@ def _study(folder: Path, size: Size, seed: int, schedule: str, name: str) -> Stu
         revision="0" * 40,
         gates="".join(f"[gates.{gate}]\n{state}\n" for gate, state in _STATES.items()),
     )
+    if formats:
+        begin, end = text.index("[model.files]"), text.index("[engine]")
+        digests = {"tokenizer.json": TOKENIZER, "model.safetensors": "6" * 64}
+        for form in FORMATS:
+            (folder / f"{form}.json").write_bytes(canonical_bytes({"schema": 1, "files": digests}) + b"\n")
+        text = text[:begin] + "".join(map(_FORMAT.format, FORMATS)) + text[end:]
+        text = text.replace("torch.float16", "torch.{dtype}").replace('"scales.json"', '"scales-{format}.json"')
+        (folder / "scales.json").rename(folder / f"scales-{FORMATS[1]}.json")
     (folder / "study.toml").write_text(text, encoding="utf-8")
-    return load_study(str(folder))
+    return load_study(str(folder), FORMATS[1] if formats else None)
 
 
 def _panels(study: Study, size: Size, seed: int) -> dict[str, Panel]:
@@ -622,7 +649,13 @@ def _capture(
     """One arm's attempt. ``again`` is given for the first control alone."""
     arm, candidate = scope.arm, scope.arm == CANDIDATE
     selection = select(study, arm=arm, length=scope.length, cache_bytes=scope.cache_bytes)
-    config = worker_config(selection, model=Path("/generated/model"), v_scales=SCALES if candidate else None)
+    brought = selection.arm.checkouts
+    config = worker_config(
+        selection,
+        model=Path("/generated/model"),
+        v_scales=SCALES if candidate else None,
+        checkouts=Path("/generated/install.json") if brought else None,
+    )
     arguments = engine_arguments(selection, model=Path("/generated/model"), worker_config=config)
     bundle = Bundle.create(run_dir, scope)
     serial = iter(range(1, 1_000_000))
@@ -650,6 +683,17 @@ def _capture(
             tokens = [_parity_token(arm, index, step) + wrong for step in range(item.max_tokens)]
             yield _record(item, index, body(name("parity"), item.prompt, tokens, text="…", finish="length"), order)
 
+    if brought:
+        checkout = {
+            "name": "vllm",
+            "commit": COMMIT,
+            "tree": "8" * 64,
+            "built": {},
+            "path": str(brought[0]),
+            "files": 1,
+        }
+        modules = {"modules": {"vllm/__init__.py": "9" * 64}}
+        bundle.write("install.json", {"schema": 1, "arm": arm, "checkouts": [checkout | modules]})
     document = _identity(study, arm)
     bundle.write("identity.json", document)
     if candidate:
@@ -799,7 +843,11 @@ def _identity(study: Study, arm: str) -> dict[str, Any]:
                 "parameters": {moment: dict(parameters) for moment in ("loaded", "now", "expected")},
                 "scales": {moment: snapshot() for moment in ("before_warmup", "before_capture", "now")},
                 "distributions": [
-                    {"name": "vllm", "version": "0.32.0", "files": 10, "mismatched": [], "editable": False}
+                    {"name": "vllm", "version": "0.32.0", "files": 10, "mismatched": [], "editable": False},
+                    *(
+                        {"name": "checkout vllm", "version": COMMIT, "files": 1, "mismatched": [], "editable": True}
+                        for _ in declared.checkouts
+                    ),
                 ],
                 "modules": {"traced": 5, "untraced": []},
                 "settings": {

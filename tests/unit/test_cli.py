@@ -21,7 +21,7 @@ SCOPE = Scope(lock="a" * 64, arm="candidate", length=1024, cache_bytes=4096, eng
 
 def test_the_default_study_is_the_plugins() -> None:
     """``kvqual`` and ``pytest --study`` default to the same study."""
-    assert cli.DEFAULT_STUDY == plugin.DEFAULT_STUDY
+    assert plugin.DEFAULT_STUDIES["cpu"] == cli.DEFAULT_STUDY
 
 
 def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +36,8 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         "plan",
         "model",
         "doctor",
+        "prepare",
+        "checkout",
         "report",
         "replay",
         "audit",
@@ -53,6 +55,12 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["freeze", "nothing"], "kvqual freeze: found no study 'nothing', expected"),
         (["model", "nothing"], "kvqual model: found no study 'nothing', expected"),
         (["doctor", "nothing"], "kvqual doctor: found no study 'nothing', expected"),
+        (["prepare", "nothing", "--model", "m"], "kvqual prepare: found no study 'nothing', expected"),
+        (
+            ["prepare", "smollm2-cpu", "--model", "m"],
+            "kvqual prepare: study smollm2-cpu: found no repository and no file of digests",
+        ),
+        (["checkout", "nowhere"], "kvqual checkout: "),
         (["report", "nowhere"], "kvqual report: nowhere: found no receipt, expected some"),
         (
             ["replay", "nowhere.npz"],

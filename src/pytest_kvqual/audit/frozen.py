@@ -20,6 +20,10 @@ SCORED: Final = ("retrieval", "recall", "gsm8k")
 GSM8K: Final = "gsm8k"
 SCHEDULES: Final = ("serial", "waves", "natural")
 _LOCK_KEYS = ("schema", "study", "files", "weights", "implementation")
+#: There as well where the study has several formats of its model.
+_FORMAT = "format"
+#: Keys of the declaration of one format that stand in the model's table once it is chosen.
+_OF_THE_FORMAT = ("repository", "revision", "files")
 _PANEL_KEYS = ("schema", "task", "length", "tokenizer_sha256", "sources", "items")
 #: Tasks whose panel serves every length.
 _ANY_LENGTH: Final = ("parity", "recall", GSM8K)
@@ -100,7 +104,7 @@ def read(tree: Tree, lock_sha256: str, length: int, report: Report) -> Frozen | 
         contents = _files(tree, lock_sha256, files, report)
         if STUDY not in contents:
             raise DamagedError(f"found no {STUDY} as the lock has it, expected the declaration")
-        frozen = _declared(contents[STUDY], lock, lock_sha256, length, f"{where}/{STUDY}", report)
+        frozen = _declared(contents, lock, lock_sha256, length, f"{where}/{STUDY}", report)
         for task, path in _panel_paths(frozen).items():
             with report.reading(4, f"{where}/{path}"):
                 if path not in contents:
@@ -134,7 +138,8 @@ def _lock(tree: Tree, expected: str, report: Report) -> tuple[dict[str, object],
     if sha256(data) != expected:
         report.find(4, where, f"found sha256 {sha256(data)}, expected {expected}, the lock of the receipts")
     document = parse(data)
-    lock = table(document, "lock", _LOCK_KEYS)
+    several = isinstance(document, dict) and _FORMAT in document
+    lock = table(document, "lock", (*_LOCK_KEYS, _FORMAT) if several else _LOCK_KEYS)
     if pretty(document) != data:
         report.find(1, where, "found bytes in another form than a lock is written in")
     report.look(3)
@@ -178,10 +183,15 @@ def _strays(tree: Tree, root: tuple[str, ...], inner: tuple[str, ...], known: se
 
 
 def _declared(
-    data: bytes, lock: dict[str, object], lock_sha256: str, length: int, where: str, report: Report
+    contents: Mapping[str, bytes],
+    lock: dict[str, object],
+    lock_sha256: str,
+    length: int,
+    where: str,
+    report: Report,
 ) -> Frozen:
     try:
-        study: dict[str, object] = tomllib.loads(data.decode("utf-8"))
+        study: dict[str, object] = tomllib.loads(contents[STUDY].decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise DamagedError(f"{STUDY}: found no TOML: {error}") from None
     report.look(3)
@@ -189,6 +199,7 @@ def _declared(
         report.find(3, where, f"schema: found {shown(study.get('schema'))}, expected 1")
     if lock["study"] != study.get("name"):
         report.find(4, where, f"name: found {shown(study.get('name'))}, expected {shown(lock['study'])}, the lock's")
+    study = _of_the_format(study, lock.get(_FORMAT), contents)
     gates = []
     for name, value in table(get(study, "gates", STUDY), "gates").items():
         gate = table(value, f"gates.{name}")
@@ -216,6 +227,55 @@ def _declared(
         arms={name: table(value, f"arms.{name}") for name, value in arms.items()},
         length=table(lengths[str(length)], f"lengths.{length}"),
     )
+
+
+def _of_the_format(study: dict[str, object], name: object, contents: Mapping[str, bytes]) -> dict[str, object]:
+    """The declaration with what the lock's format says in its place, and the digests of the model's files read.
+
+    Raises:
+        DamagedError: The study has formats and the lock names none of them, or the other way round; the file of the
+            digests is not there as the lock has it.
+    """
+    model = table(get(study, "model", STUDY), "model")
+    if "formats" in model or name is not None:
+        formats = table(get(model, "formats", "model"), "model.formats")
+        if not isinstance(name, str) or name not in formats:
+            raise DamagedError(f"lock.format: found {shown(name)}, expected one of {', '.join(formats)}")
+        chosen = table(formats[name], f"model.formats.{name}")
+        flags = chosen.get("flags", [])
+        engine = table(get(study, "engine", STUDY), "engine")
+        own = engine.get("flags", [])
+        study = {
+            **study,
+            "model": {
+                **{key: value for key, value in model.items() if key != "formats"},
+                **{key: get(chosen, key, f"model.formats.{name}") for key in _OF_THE_FORMAT},
+            },
+            "engine": {
+                **engine,
+                "flags": [*(own if isinstance(own, list) else []), *(flags if isinstance(flags, list) else [])],
+            },
+        }
+        words = {"{format}": name, "{dtype}": text(chosen, "dtype", f"model.formats.{name}")}
+        study = table(_substituted(study, words), STUDY)
+        model = table(study["model"], "model")
+    files = model.get("files")
+    if isinstance(files, str):
+        if _plain(files) not in contents:
+            raise DamagedError(f"model.files: found no {files} as the lock has it, expected the model's digests")
+        document = table(parse(contents[_plain(files)]), files, ("schema", "files"))
+        study = {**study, "model": {**model, "files": document["files"]}}
+    return study
+
+
+def _substituted(value: object, words: Mapping[str, str]) -> object:
+    if isinstance(value, str):
+        for word, written in words.items():
+            value = value.replace(word, written)
+        return value
+    if isinstance(value, dict):
+        return {key: _substituted(item, words) for key, item in value.items()}
+    return [_substituted(item, words) for item in value] if isinstance(value, list) else value
 
 
 def _ranges(study: Mapping[str, object], where: str, report: Report) -> None:

@@ -14,7 +14,7 @@ from pytest_kvqual.audit.checks import Report
 from pytest_kvqual.audit.frozen import GSM8K, SCORED, Frozen
 from pytest_kvqual.audit.receipts import Receipt
 from pytest_kvqual.audit.settings import IDENTITY, REFERENCE_CONFIG
-from pytest_kvqual.audit.shapes import integer, shown
+from pytest_kvqual.audit.shapes import integer, items, shown, table, text
 from pytest_kvqual.audit.workers import AFTER
 
 QUALITY: Final = ("nll", *SCORED)
@@ -22,6 +22,8 @@ QUALITY: Final = ("nll", *SCORED)
 REDERIVED: Final = ("parity", *QUALITY)
 SUPERIORITY: Final = "superiority"
 IDENTITY_POISON: Final = "identity-poison.json"
+INSTALL: Final = "install.json"
+"""The checkouts that an arm brought from an install; an arm without any has none."""
 GSM8K_PANEL: Final = "gsm8k-panel.json"
 #: Read of every attempt that a receipt names, where it is sealed, beside what the receipts name.
 ALWAYS: Final = (IDENTITY, REFERENCE_CONFIG, SERVER_LOG, GSM8K_PANEL, *AFTER)
@@ -148,6 +150,7 @@ def _scopes(records: Records, receipt: Receipt, named: Mapping[str, set[str]], r
 
 def _complete(records: Records, receipt: Receipt, named: Mapping[str, set[str]], report: Report) -> None:
     """Under PASS exactly the files that the gate needs are named, of the arm and of every control it needs."""
+    named = {name: _without_install(records, receipt, name, files, report) for name, files in named.items()}
     own = {file for name, files in named.items() if records.own(records.attempts[name]) for file in files}
     for control, files in _needed_of_controls(records, receipt.gate).items():
         bundle = records.bundles[control]
@@ -168,6 +171,47 @@ def _complete(records: Records, receipt: Receipt, named: Mapping[str, set[str]],
                     7, receipt.name, f"evidence of the arm: found {file} sealed in {attempt.name} and not named, "
                     "expected every planted fault",
                 )  # fmt: skip
+
+
+def _without_install(records: Records, receipt: Receipt, name: str, files: set[str], report: Report) -> set[str]:
+    """The other files of an attempt; the record of the arm's checkouts is named wherever its identity is."""
+    attempt = records.attempts[name]
+    arm = next((arm for arm, bundle in records.bundles.items() if bundle == attempt.bundle), "")
+    required = records.frozen.arms.get(arm, {}).get("installed") is True
+    if IDENTITY in files and INSTALL not in files and (INSTALL in attempt.sealed or required):
+        # An arm may come from an interpreter alone, and then has no checkout to record.
+        if INSTALL in attempt.sealed:
+            report.find(7, receipt.name, f"evidence: found no {INSTALL} of {name}, expected it: the arm brought code")
+        else:
+            report.note(f"evidence/{name}: arm {arm} comes from an install without checkouts")
+    if INSTALL in files and receipt.gate == "identity":
+        with report.reading(13, f"evidence/{name}/{INSTALL}"):
+            _brought(arm, attempt, report)
+    return files - {INSTALL}
+
+
+def _brought(arm: str, attempt: Attempt, report: Report) -> None:
+    """The checkouts that were verified before the boot are those that the workers read again, unaltered."""
+    where = f"evidence/{attempt.name}/{INSTALL}"
+    document = table(attempt.kept.get(INSTALL), "install", ("schema", "arm", "checkouts"))
+    report.look(13)
+    if document["schema"] != 1:
+        report.find(3, where, f"schema: found {shown(document['schema'])}, expected 1")
+    if document["arm"] != arm:
+        report.find(13, where, f"arm: found {shown(document['arm'])}, expected {arm!r}")
+    verified = {}
+    for value in items(document, "checkouts", "install"):
+        checkout = table(value, "checkouts", ("name", "commit", "tree", "built", "path", "files", "modules"))
+        verified[f"checkout {text(checkout, 'name', 'checkouts')}"] = text(checkout, "commit", "checkouts")
+    identity = attempt.kept.get("identity.json")
+    for place, value in enumerate(items(table(identity, "identity"), "ranks", "identity")):
+        distributions = items(table(value, f"ranks[{place}]"), "distributions", f"ranks[{place}]")
+        read = {str(it.get("name")): it.get("version") for it in distributions if isinstance(it, dict)}
+        for name, commit in verified.items():
+            if read.get(name) != commit:
+                report.find(
+                    13, where, f"{name}: found {shown(read.get(name))} on rank {place}, expected {commit} as verified"
+                )
 
 
 def _same_files(

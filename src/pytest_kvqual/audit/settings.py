@@ -23,7 +23,9 @@ REFERENCE_CONFIG: Final = "reference-config.json"
 _SERVER_ONLY: Final = ("host", "port", "disable_uvicorn_access_log", "enable_log_requests", "model_tag")
 _OWN_FLAGS: Final = ("additional_config",)
 #: What the worker is told that follows from the arm's declaration.
-_OF_THE_ARM: Final = ("arm", "attention_backend", "kv_format", "before_load", "after_init", "v_scales", "pythonpath")
+_OF_THE_ARM: Final = (
+    "arm", "attention_backend", "kv_format", "before_load", "after_init", "v_scales", "pythonpath", "checkouts",
+)  # fmt: skip
 
 
 def check(frozen: Frozen, own: Sequence[Attempt], controls: Sequence[Attempt], report: Report) -> None:

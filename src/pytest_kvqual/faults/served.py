@@ -28,6 +28,7 @@ from pytest_kvqual.server import rpc
 
 if TYPE_CHECKING:
     from pytest_kvqual.judge.verdict import Verdict
+    from pytest_kvqual.server.checkout import Install
     from pytest_kvqual.server.process import Server
     from pytest_kvqual.study.model import Selection
     from pytest_kvqual.study.panels import Panel
@@ -138,14 +139,24 @@ class Served:
         model: The verified model folder.
         folder: Receives the servers' logs, ``server-N.log``.
         progress: Takes one line about a long step.
+        install: Where the arm's checkouts come from, which are looked at before each boot.
     """
 
-    def __init__(self, selection: Selection, *, model: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        selection: Selection,
+        *,
+        model: Path,
+        folder: Path,
+        progress: Callable[[str], None],
+        install: Install | None = None,
+    ) -> None:
         self.selection = selection
         self.boots = 0
         self._model = model
         self._folder = folder
         self._progress = progress
+        self._install = install
         self._server: Server | None = None
         self._identity: list[dict[str, object]] = []
         self._dispatch: list[object] = []
@@ -225,11 +236,14 @@ class Served:
 
     def _boot(self) -> Server:
         from pytest_kvqual.attempt import python_of
+        from pytest_kvqual.server.checkout import verify
         from pytest_kvqual.server.command import serve_command, worker_config
         from pytest_kvqual.server.process import Server, Timeouts, free_port
         from pytest_kvqual.study.panels import selected_scales
 
         selection, port = self.selection, free_port()
+        if self._install is not None:
+            verify(self._install, selection.arm.name)
         self._progress(f"{selection.arm.name}: booting")
         command = serve_command(
             selection,

@@ -21,7 +21,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 # Variables of these names steer the engine, its threads or its interpreter. None is inherited: an arm runs under what
 # its study declares, not under what the caller's shell happened to hold.
-_NOT_INHERITED = ("VLLM_", "OMP_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "PYTHON", "LD_PRELOAD", "KVQUAL_")
+_NOT_INHERITED = (
+    "VLLM_", "OMP_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "PYTHON", "LD_PRELOAD", "KVQUAL_", "FLASHINFER_", "TRITON_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +35,12 @@ class Command:
 
 
 def worker_config(
-    selection: Selection, *, model: Path, v_scales: Sequence[float] | None = None, after_init: Sequence[str] = ()
+    selection: Selection,
+    *,
+    model: Path,
+    v_scales: Sequence[float] | None = None,
+    after_init: Sequence[str] = (),
+    checkouts: Path | None = None,
 ) -> dict[str, object]:
     """What the worker is told, JSON-ready.
 
@@ -42,6 +49,7 @@ def worker_config(
         model: The model folder.
         v_scales: One positive factor per layer, or None for an arm without scales.
         after_init: ``module:function`` pairs to call after the arm's own; seeded faults come in this way.
+        checkouts: The file with the digests of the arm's checkouts, for an arm that has any.
     """
     arm = selection.arm
     return {
@@ -53,7 +61,9 @@ def worker_config(
         "after_init": [*arm.after_init, *after_init],
         "v_scales": None if v_scales is None else [float(scale) for scale in v_scales],
         "model_dir": str(model),
-        "pythonpath": [str(path) for path in arm.pythonpath],
+        "pythonpath": [str(path) for path in (*arm.checkouts, *arm.pythonpath)],
+        # Only where there are any: an arm of the study alone is told nothing of them.
+        **({} if checkouts is None else {"checkouts": str(checkouts)}),
     }
 
 
@@ -158,7 +168,7 @@ def environment(selection: Selection, *, inherited: Mapping[str, str]) -> dict[s
         for name, value in inherited.items()
         if not name.startswith(_NOT_INHERITED) and name not in study.engine.unset
     }
-    env["PYTHONPATH"] = ":".join([str(PACKAGE_ROOT), *(str(path) for path in arm.pythonpath)])
+    env["PYTHONPATH"] = ":".join([str(PACKAGE_ROOT), *(str(path) for path in (*arm.checkouts, *arm.pythonpath))])
     env["PYTHONUNBUFFERED"] = "1"
     # The development endpoints: /collective_rpc, /pause and /resume.
     env["VLLM_SERVER_DEV_MODE"] = "1"

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from pytest_kvqual.errors import InstallError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pytest_kvqual.server.checkout import Found
     from pytest_kvqual.study.model import Study
 
 # Beside the engine itself: what computes, loads weights or turns text into tokens. This project is not among them; the
@@ -46,13 +49,19 @@ json.dump({"python": platform.python_version(), "machine": platform.machine(), "
 """
 
 
-def engine_identity(study: Study, python: Path) -> dict[str, object]:
+def engine_identity(study: Study, python: Path, checkouts: Sequence[Found] = ()) -> dict[str, object]:
     """The engine's distributions in an interpreter, JSON-ready; its digest is ``Scope.engine``.
+
+    Args:
+        study: Whose engine it is.
+        python: The interpreter.
+        checkouts: The verified source trees that are put before what is installed there.
 
     Returns:
         ``{"schema": 1, "python": version, "machine": name, "distributions": [{"name", "version", "record_sha256"}]}``
         in a fixed order. A distribution that is not installed is left out; ``record_sha256`` is the SHA-256 of what
         its ``RECORD`` says of the wheel's own files, the same in every environment, None where it has no ``RECORD``.
+        With checkouts also ``"checkouts": [{"name", "commit", "tree", "built"}]``.
 
     Raises:
         InstallError: The interpreter does not run, or the study's engine is missing or of another version.
@@ -86,4 +95,4 @@ def engine_identity(study: Study, python: Path) -> dict[str, object]:
             f"expected {study.engine.version}",
             advice=f"install {study.engine.distribution}=={study.engine.version} there",
         )
-    return {"schema": 1, **answer}
+    return {"schema": 1, **answer, **({"checkouts": [it.identity() for it in checkouts]} if checkouts else {})}

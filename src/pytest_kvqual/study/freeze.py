@@ -4,7 +4,7 @@ The lock names files relative to what holds them (the study's folder, the packag
 the same wherever they are installed. Two freezes of the same files give the same bytes.
 
 History of ``lock.json``:
-    1: study files, weights, implementation.
+    1: study files, weights, implementation; the model's format, where the study has several.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import EvidenceError, LockError
-from pytest_kvqual.study.load import STUDY_FILE, load_study, studies_folder
+from pytest_kvqual.study.load import STUDY_FILE, argument, load_study, require_prepared
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import check_files
 from pytest_kvqual.study.timing_files import check_timing_files
@@ -54,24 +54,26 @@ class Lock:
 
 
 def lock_path(study: Study) -> Path:
-    """Where the study's lock is, or will be."""
-    return study.directory / LOCK_FILE
+    """Where the study's lock is, or will be: each format of a model has one of its own."""
+    name = study.model.format
+    return study.directory / (LOCK_FILE if name is None else f"lock-{name}.json")
 
 
 def freeze(study: Study) -> Path:
     """Write the study's lock over any earlier one, whole or not at all, and return its path.
 
     Raises:
-        StudyError: A panel or scales file does not fit the study; a trace or plan is not what ``kvqual trace`` and
-            ``kvqual plan`` write.
+        StudyError: The study is not prepared; a panel or scales file does not fit it; a trace or plan is not what
+            ``kvqual trace`` and ``kvqual plan`` write.
         LockError: A file cannot be read, or the lock cannot be written.
     """
+    require_prepared(study)
     check_files(study)
     check_timing_files(study)
     path = lock_path(study)
     data = pretty_bytes(_content(study))
     # The process id keeps two freezes of one study from writing into each other's file.
-    scratch = path.with_name(f".{LOCK_FILE}.{os.getpid()}.tmp")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with scratch.open("wb") as file:
             file.write(data)
@@ -91,11 +93,13 @@ def verify_lock(study: Study) -> Lock:
     """The study's lock, if every file that it names is still as it was frozen, and no other has joined them.
 
     Raises:
-        LockError: There is no lock, it is damaged, or it no longer matches: names each file that changed, was added or
-            was removed, the first with both digests.
+        StudyError: The study is not prepared.
+        LockError: There is no lock, it is damaged, it is another format's, or it no longer matches: names each file
+            that changed, was added or was removed, the first with both digests.
     """
+    require_prepared(study)
     path = lock_path(study)
-    again = f"`kvqual freeze {_argument(study)}`"
+    again = f"`kvqual freeze {argument(study)}`"
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -108,6 +112,11 @@ def verify_lock(study: Study) -> Lock:
     if locked["study"] != study.name:
         raise LockError(
             f"{path}: found the lock of study {locked['study']}, expected that of {study.name}", advice=f"run {again}"
+        )
+    if locked.get("format") != study.model.format:
+        raise LockError(
+            f"{path}: found the lock of format {locked.get('format')}, expected that of {study.model.format}",
+            advice=f"run {again}",
         )
     current = _content(study)
     changes = [
@@ -154,20 +163,22 @@ def keep(study: Study, lock: Lock, run_dir: Path) -> Path:
     return folder
 
 
-def freeze_command(name_or_path: str, *, check: bool) -> str:
+def freeze_command(name_or_path: str, *, check: bool, format: str | None = None) -> str:
     """What ``kvqual freeze NAME`` does, or with ``check`` what ``kvqual freeze --check NAME`` does; returns its line.
 
     Args:
         name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
         check: Write nothing; verify the lock that is there.
+        format: As :func:`pytest_kvqual.study.load.load_study` takes it.
 
     Raises:
         StudyError: The study, a panel or a scales file is malformed.
         LockError: As :func:`freeze` and :func:`verify_lock`.
     """
-    study = load_study(name_or_path)
+    study = load_study(name_or_path, format)
     path = lock_path(study)
     if check:
+        require_prepared(study)
         check_files(study)
         check_timing_files(study)
         said = "matches"
@@ -186,6 +197,7 @@ def _content(study: Study) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "study": study.name,
+        **({} if study.model.format is None else {"format": study.model.format}),
         "files": _digests(_study_files(study)),
         "weights": dict(study.model.files),
         "implementation": _digests(_implementation_files(study)),
@@ -194,6 +206,7 @@ def _content(study: Study) -> dict[str, object]:
 
 def _study_files(study: Study) -> dict[str, Path]:
     named = [study.directory / STUDY_FILE, study.parity.panel]
+    named += [study.model.files_path] if study.model.files_path is not None else []
     named += [path for length in study.lengths.values() for path in length.panels.values()]
     named += [arm.scales for arm in study.arms.values() if arm.scales is not None]
     named += [study.gsm8k_source.shots] if study.gsm8k_source is not None else []
@@ -247,7 +260,10 @@ def _decode(path: Path, data: bytes, again: str) -> dict[str, object]:
     advice = f"restore it, or run {again}"
     value = parse_json(data, origin=str(path), error=LockError, advice=advice)
     table = Table(
-        value, origin=str(path), error=LockError, known=("schema", "study", "files", "weights", "implementation")
+        value,
+        origin=str(path),
+        error=LockError,
+        known=("schema", "study", "format", "files", "weights", "implementation"),
     )
     schema = table.integer("schema")
     if schema != SCHEMA:
@@ -255,6 +271,7 @@ def _decode(path: Path, data: bytes, again: str) -> dict[str, object]:
     content: dict[str, object] = {
         "schema": schema,
         "study": table.string("study"),
+        **({"format": table.string("format")} if table.has("format") else {}),
         "files": table.sha256_map("files"),
         "weights": table.sha256_map("weights"),
         "implementation": table.sha256_map("implementation"),
@@ -300,8 +317,3 @@ def _list(changes: list[tuple[str, str]]) -> str:
     shown = [f"{name}: {story}" for name, story in changes[:_SHOWN]]
     more = len(changes) - len(shown)
     return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def _argument(study: Study) -> str:
-    """What to type for this study: its folder's name where that finds it, its path otherwise."""
-    return study.directory.name if study.directory.parent == studies_folder() else str(study.directory)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, cast
 
-from pytest_kvqual._decode import Table, nearest, one_line
+from pytest_kvqual._decode import Table, nearest, one_line, parse_json
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study.model import (
     Arm,
@@ -48,8 +49,10 @@ __all__ = [
     "SCORED_TASKS",
     "TIMING_GATES",
     "Selection",
+    "argument",
     "find_study",
     "load_study",
+    "require_prepared",
     "select",
     "studies_folder",
 ]
@@ -70,7 +73,7 @@ ROTATED: Final = "rotated"
 #: The conditions of the workload that the oracle counts, and that a study may insist on.
 CONDITIONS: Final = (
     "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
-    "prefix-hit", "resumed", "padding",
+    "prefix-hit", "resumed", "padding", "replayed",
 )  # fmt: skip
 #: Bounds of a timing plan: what nobody can run in a lifetime is a slip of the pen.
 _MOST_BLOCKS, _MOST_REQUESTS, _LONGEST_S, _MOST_TTFT_MS = 1_000, 1_000_000, 86_400.0, 60_000.0
@@ -94,14 +97,19 @@ _TOP = (
     "schema", "name", "platform", "schedule", "determinism", "model", "engine", "arms", "lengths", "oracle", "parity",
     "nll", *SCORED_TASKS, "fidelity", "timing", "gates", "waivers",
 )  # fmt: skip
-_MODEL = ("name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files")
+_MODEL = (
+    "name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files", "repository", "revision",
+)  # fmt: skip
+_FORMAT = ("repository", "revision", "dtype", "files", "flags")
+_DTYPES = ("float16", "bfloat16")
+_COMMIT = r"[0-9a-f]{40}"
 _ENGINE = (
     "distribution", "version", "block_size", "max_num_seqs", "max_num_batched_tokens", "flags", "boot_timeout_s",
     "request_timeout_s", "unset", "environment", "tensor_parallel_size",
 )  # fmt: skip
 _ARM = (
     "role", "attention_backend", "kv_format", "interpreter", "pythonpath", "flags", "environment", "before_load",
-    "after_init", "scales", "kernels", "kernels_absent", "cache_dtype",
+    "after_init", "scales", "kernels", "kernels_absent", "cache_dtype", "installed",
 )  # fmt: skip
 _LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels", "questions")
 _PANELS = ("nll", "oracle", "retrieval", "recall")
@@ -168,17 +176,48 @@ def find_study(name_or_path: str) -> Path:
     return Path(os.path.normpath(path.absolute()))
 
 
-def load_study(name_or_path: str) -> Study:
-    """The study of that name or path, decoded strictly.
+def load_study(name_or_path: str, format: str | None = None) -> Study:
+    """The study of that name or path, decoded strictly, for one format of its model.
 
-    Panels and scales must exist; :mod:`pytest_kvqual.study.panels` reads them.
+    Panels and scales must exist; :mod:`pytest_kvqual.study.panels` reads them. Of a study whose model names a
+    repository they may be missing (``Study.missing``), for :func:`require_prepared` to refuse.
+
+    Args:
+        name_or_path: As :func:`find_study` takes it.
+        format: One of ``[model.formats]``; None for the first of them, or for the only format of a model without such
+            a table.
 
     Raises:
         StudyError: No such study; TOML that does not parse (with its line); a key that is unknown or missing; a value
-            of the wrong type, out of range, or in contradiction to another (with its path); a file that is not there.
+            of the wrong type, out of range, or in contradiction to another (with its path); a file that is not there;
+            a format that the model does not have.
     """
     path = find_study(name_or_path)
-    return _study(Table(_toml(path), origin=str(path), error=StudyError, known=_TOP), path.parent)
+    document, chosen, formats = _of_the_format(_toml(path), str(path), format)
+    study = _study(Table(document, origin=str(path), error=StudyError, known=_TOP), path.parent)
+    return replace(study, model=replace(study.model, format=chosen, formats=formats))
+
+
+def require_prepared(study: Study) -> None:
+    """Refuse a study of which files are missing that are made from its model.
+
+    Raises:
+        StudyError: One is; names them all, and the command that makes them.
+    """
+    if not study.missing:
+        return
+    names = ", ".join(path.relative_to(study.directory).as_posix() for path in study.missing)
+    raise StudyError(
+        f"study {study.name} is not prepared: found no {names}, expected {'it' if len(study.missing) == 1 else 'them'}",
+        advice=f"run `kvqual prepare {argument(study)} --model DIR` with the folder of "
+        f"{study.model.repository} at {study.model.revision}",
+    )
+
+
+def argument(study: Study) -> str:
+    """What to type for this study: its folder's name where that finds it, its path otherwise; and its format."""
+    name = study.directory.name if study.directory.parent == studies_folder() else str(study.directory)
+    return name if study.model.format is None else f"{name} --format {study.model.format}"
 
 
 def select(study: Study, *, arm: str, length: int, cache_bytes: int | None) -> Selection:
@@ -211,6 +250,65 @@ def select(study: Study, *, arm: str, length: int, cache_bytes: int | None) -> S
             advice=f"study {study.name} declares {declared.cache_bytes} at length {length}",
         )
     return Selection(study=study, arm=study.arms[arm], length=replace(declared, cache_bytes=size), cache_bytes=size)
+
+
+def _of_the_format(
+    document: dict[str, object], origin: str, wanted: str | None
+) -> tuple[dict[str, object], str | None, tuple[str, ...]]:
+    """The declaration for one format of the model: what ``[model.formats.NAME]`` says, where it belongs.
+
+    ``{format}`` and ``{dtype}`` in any text stand for the format's name and its dtype.
+    """
+    model = document.get("model")
+    if not isinstance(model, dict) or "formats" not in model:
+        if wanted is not None:
+            raise StudyError(
+                one_line(f"{origin}: found --format {wanted}, expected none: its model has one format"),
+            )
+        return document, None, ()
+    top = Table(document, origin=origin, error=StudyError, known=_TOP)
+    outer = top.table("model", known=(*_MODEL, "formats"))
+    tables = outer.named_tables("formats", known=_FORMAT)
+    if not tables:
+        outer.fail("formats", "no format", "at least one, or no such table")
+    for key in ("repository", "revision", "files"):
+        if outer.has(key):
+            outer.fail(key, "one for every format", "one in each of [model.formats]")
+    name = next(iter(tables)) if wanted is None else wanted
+    if name not in tables:
+        raise StudyError(
+            one_line(f"{origin}: found --format {name}, expected one of {', '.join(tables)}"),
+            advice=nearest(name, tables),
+        )
+    for other, table in tables.items():
+        if not re.fullmatch(_NAME, other):
+            outer.fail("formats", f"the format '{other}'", _NAME_FORM)
+        table.string("repository")
+        table.string("files")
+    table = tables[name]
+    words = {"{format}": name, "{dtype}": table.choice("dtype", _DTYPES)}
+    flags = table.strings("flags", ())
+    engine = document.get("engine")
+    merged = {
+        **document,
+        "model": {
+            **{key: value for key, value in model.items() if key != "formats"},
+            **{key: table.raw(key) for key in ("repository", "revision", "files")},
+        },
+    }
+    if isinstance(engine, dict) and flags:
+        merged["engine"] = {**engine, "flags": [*top.table("engine", known=_ENGINE).strings("flags", ()), *flags]}
+    return {key: _substituted(value, words) for key, value in merged.items()}, name, tuple(tables)
+
+
+def _substituted(value: object, words: Mapping[str, str]) -> object:
+    if isinstance(value, str):
+        for word, text in words.items():
+            value = value.replace(word, text)
+        return value
+    if isinstance(value, dict):
+        return {key: _substituted(item, words) for key, item in value.items()}
+    return [_substituted(item, words) for item in value] if isinstance(value, list) else value
 
 
 def _names() -> list[str]:
@@ -265,14 +363,18 @@ def _study(top: Table, directory: Path) -> Study:
     if schema != SCHEMA:
         top.fail("schema", str(schema), str(SCHEMA), advice="use the version of pytest-kvqual that the study is for")
     engine = _engine(top.table("engine", known=_ENGINE))
+    model_table = top.table("model", known=_MODEL)
+    missing: list[Path] = []
+    place = _Folder(path=directory, missing=missing if model_table.has("repository") else None)
+    model = _model(model_table, place)
     arms_table = top.named_tables("arms", known=_ARM)
-    arms = {name: _arm(top, table, name, directory) for name, table in arms_table.items()}
+    arms = {name: _arm(top, table, name, place) for name, table in arms_table.items()}
     if not any(arm.role == "control" for arm in arms.values()):
         top.fail("arms", 'no arm with role = "control"', "at least one: it is each gate's null")
     gates = _gates(top)
     nll_table = top.table("nll", known=("documents", "decode_steps", "margin_nats", "confidence", "poison_documents"))
     nll = _nll(nll_table)
-    lengths = _lengths(top, directory, engine, nll, gates)
+    lengths = _lengths(top, place, engine, nll, gates)
     sections = _sections(top, gates)
     determinism = cast(Determinism, top.choice("determinism", ("order-invariant", "rotation-diagnostic")))
     oracle = _oracle(top.table("oracle", known=_ORACLE))
@@ -283,7 +385,7 @@ def _study(top: Table, directory: Path) -> Study:
         name=top.string("name", pattern=_NAME, form=_NAME_FORM),
         directory=directory,
         platform="cpu" if top.choice("platform", ("cpu", "gpu")) == "cpu" else "gpu",
-        model=_model(top.table("model", known=_MODEL)),
+        model=model,
         engine=engine,
         arms=arms,
         lengths=lengths,
@@ -291,27 +393,33 @@ def _study(top: Table, directory: Path) -> Study:
         determinism=determinism,
         gates=gates,
         oracle=oracle,
-        parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), directory),
+        parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), place),
         nll=nll,
         preservation={name: _preservation(table, name, lengths) for name, table in sections.items()},
         gsm8k_source=_gsm8k_source(sections["gsm8k"], directory) if "gsm8k" in sections else None,
         fidelity=_fidelity(top, gates),
-        timing=_timing(top, gates, arms, lengths, directory),
+        timing=_timing(top, gates, arms, lengths, place),
         waivers=_waivers(top, arms),
+        missing=tuple(dict.fromkeys(missing)),
     )
 
 
-def _model(table: Table) -> Model:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Folder:
+    """The study's folder; ``missing`` takes the files that may be made later, and is None where none may be."""
+
+    path: Path
+    missing: list[Path] | None
+
+
+def _model(table: Table, directory: _Folder) -> Model:
     query_heads = table.integer("query_heads", minimum=1)
     kv_heads = table.integer("kv_heads", minimum=1)
     if query_heads % kv_heads:
         table.fail("query_heads", f"{query_heads} query heads", f"a multiple of the {kv_heads} KV heads")
-    files = table.sha256_map("files")
-    if not files:
-        table.fail("files", "no files", "the SHA-256 of each file of the model's folder", advice="run `kvqual model`")
-    for name in files:
-        if name in (".", "..") or "/" in name or "\\" in name:
-            table.fail(f"files.{name}", f"the file name '{name}'", "a name without a folder")
+    files, files_path = _model_files(table, directory)
+    if table.has("repository") is not table.has("revision"):
+        table.fail("repository", "a repository or a revision alone", "both, or neither")
     return Model(
         name=table.string("name", pattern=_NAME, form=_NAME_FORM),
         source=table.string("source"),
@@ -321,7 +429,35 @@ def _model(table: Table) -> Model:
         kv_heads=kv_heads,
         head_size=table.integer("head_size", minimum=1),
         vocabulary=table.integer("vocabulary", minimum=1),
+        repository=table.optional_string("repository"),
+        revision=(
+            table.string("revision", pattern=_COMMIT, form="a commit of 40 hexadecimal digits")
+            if table.has("revision")
+            else None
+        ),
+        files_path=files_path,
     )
+
+
+def _model_files(table: Table, directory: _Folder) -> tuple[dict[str, str], Path | None]:
+    """The digests of the model's files, and the file that they come from where it is not the declaration."""
+    path = None
+    if isinstance(table.raw("files"), str):
+        path = _file(table, "files", table.string("files"), directory, "the digests of the model's files")
+        if not path.is_file():
+            return {}, path
+        origin = str(path)
+        value = parse_json(path.read_bytes(), origin=origin, error=StudyError)
+        table = Table(value, origin=origin, error=StudyError, known=("schema", "files"))
+        if table.integer("schema") != SCHEMA:
+            table.fail("schema", str(table.integer("schema")), str(SCHEMA))
+    files = table.sha256_map("files")
+    if not files:
+        table.fail("files", "no files", "the SHA-256 of each file of the model's folder", advice="run `kvqual model`")
+    for name in files:
+        if name in (".", "..") or "/" in name or "\\" in name:
+            table.fail(f"files.{name}", f"the file name '{name}'", "a name without a folder")
+    return files, path
 
 
 def _engine(table: Table) -> Engine:
@@ -362,7 +498,7 @@ def _environment(table: Table) -> dict[str, str]:
     return {name: inner.text(name) for name in inner.names()}
 
 
-def _arm(top: Table, table: Table, name: str, directory: Path) -> Arm:
+def _arm(top: Table, table: Table, name: str, directory: _Folder) -> Arm:
     if not re.fullmatch(_NAME, name):
         top.fail("arms", f"the arm name '{name}'", _NAME_FORM)
     scales = table.optional_string("scales")
@@ -371,8 +507,8 @@ def _arm(top: Table, table: Table, name: str, directory: Path) -> Arm:
         role=cast(Role, table.choice("role", ("candidate", "control"))),
         attention_backend=table.string("attention_backend"),
         kv_format=table.string("kv_format"),
-        interpreter=_interpreter(table, directory),
-        pythonpath=_pythonpath(table, directory),
+        interpreter=_interpreter(table, directory.path),
+        pythonpath=_pythonpath(table, directory.path),
         flags=table.strings("flags", ()),
         environment=_environment(table),
         before_load=table.strings("before_load", (), pattern=_FUNCTION, form="module:function"),
@@ -385,6 +521,7 @@ def _arm(top: Table, table: Table, name: str, directory: Path) -> Arm:
             if table.has("cache_dtype")
             else None
         ),
+        installed=table.boolean("installed", False),
     )
 
 
@@ -412,18 +549,21 @@ def _absolute(name: str, directory: Path) -> Path:
     return Path(os.path.normpath(directory / Path(name).expanduser()))
 
 
-def _file(table: Table, key: str, name: str, directory: Path, what: str) -> Path:
+def _file(table: Table, key: str, name: str, directory: _Folder, what: str) -> Path:
     """A file of the study's own folder, so that the folder is whole wherever it is copied to."""
-    path = _absolute(name, directory)
-    if not path.is_relative_to(directory):
-        table.fail(key, f"'{name}'", f"a path inside {directory}", advice="copy the file into the study's folder")
+    path = _absolute(name, directory.path)
+    if not path.is_relative_to(directory.path):
+        table.fail(key, f"'{name}'", f"a path inside {directory.path}", advice="copy the file into the study's folder")
     if not path.is_file():
+        if directory.missing is not None and not path.exists():
+            directory.missing.append(path)
+            return path
         table.fail(key, f"no file {path}", what, advice="restore or generate it")
     return path
 
 
 def _lengths(
-    top: Table, directory: Path, engine: Engine, nll: NllRules, gates: tuple[GatePlan, ...]
+    top: Table, directory: _Folder, engine: Engine, nll: NllRules, gates: tuple[GatePlan, ...]
 ) -> dict[int, Length]:
     tables = top.named_tables("lengths", known=_LENGTH)
     if not tables:
@@ -515,7 +655,9 @@ def _gsm8k_source(table: Table, directory: Path) -> Gsm8kSource:
         repository=source.string("repository"),
         revision=source.string("revision", pattern=r"[0-9a-f]{40}", form="a commit of 40 hexadecimal digits"),
         file=source.string("file"),
-        shots=_file(table, "shots", table.string("shots"), directory, "the worked questions"),
+        shots=_file(
+            table, "shots", table.string("shots"), _Folder(path=directory, missing=None), "the worked questions"
+        ),
     )
 
 
@@ -612,7 +754,7 @@ def _above_zero(table: Table, key: str, unit: str) -> float:
 
 
 def _timing(
-    top: Table, gates: tuple[GatePlan, ...], arms: dict[str, Arm], lengths: dict[int, Length], directory: Path
+    top: Table, gates: tuple[GatePlan, ...], arms: dict[str, Arm], lengths: dict[int, Length], directory: _Folder
 ) -> dict[int, TimingRules]:
     timed = [plan.name for plan in gates if plan.name in ("trial", "superiority") and plan.state == "required"]
     if top.has("timing") and not timed:
@@ -628,12 +770,12 @@ def _timing(
     return plans
 
 
-def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
+def _plan(table: Table, arms: dict[str, Arm], directory: _Folder) -> TimingRules:
     timed = table.strings("arms")
     for index, name in enumerate(timed):
         if name not in arms or name in timed[:index]:
             table.fail(f"arms[{index}]", f"'{name}'", f"each once, of {', '.join(arms)}", advice=nearest(name, arms))
-    cells = tuple(_cell(cell, directory) for cell in table.tables("cells", known=_CELL))
+    cells = tuple(_cell(cell, directory.path) for cell in table.tables("cells", known=_CELL))
     if not cells:
         table.fail("cells", "no cell", "at least one")
     for index, cell in enumerate(cells):
@@ -662,7 +804,7 @@ def _plan(table: Table, arms: dict[str, Arm], directory: Path) -> TimingRules:
         failed_share=table.number("failed_share", minimum=0.0, maximum=1.0),
         cold=table.boolean("cold"),
         panel=_file(table, "panel", table.string("panel"), directory, "the timing panel"),
-        plan=_made(table, "plan", directory),
+        plan=_made(table, "plan", directory.path),
     )
 
 
@@ -758,7 +900,7 @@ def _waivers(top: Table, arms: dict[str, Arm]) -> tuple[Waiver, ...]:
     return tuple(found)
 
 
-def _parity(table: Table, directory: Path) -> ParityRules:
+def _parity(table: Table, directory: _Folder) -> ParityRules:
     return ParityRules(
         panel=_file(table, "panel", table.string("panel"), directory, "the parity panel"),
         prompts=table.integer("prompts", minimum=1),

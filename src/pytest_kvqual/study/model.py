@@ -1,7 +1,8 @@
 """What a study declares, as frozen records. Nothing here reads a file.
 
 A study is decoded once, by :func:`pytest_kvqual.study.load.load_study`; everything downstream takes these records.
-Paths are absolute and already exist when a record is built. Thresholds live here and nowhere in code.
+Paths are absolute, and exist when a record is built, save those of ``Study.missing`` and those that a command writes.
+Thresholds live here and nowhere in code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ Determinism = Literal["order-invariant", "rotation-diagnostic"]
 class Model:
     """The model folder and its geometry.
 
-    ``files`` maps each file name of the folder to its SHA-256 (lower-case hex).
+    ``files`` maps each file name of the folder to its SHA-256 (lower-case hex). Where they are not in ``study.toml``,
+    ``files_path`` is the JSON file that ``kvqual prepare`` writes them to; without that file ``files`` is empty.
+
+    ``repository`` and ``revision`` (a commit) name the weights on the Hugging Face hub; None where the study says how
+    the folder is built. ``formats`` are the names of the formats that the study has for this model, ``format`` the one
+    that this study was loaded for; None where it has one alone.
     """
 
     name: str
@@ -32,6 +38,11 @@ class Model:
     kv_heads: int
     head_size: int
     vocabulary: int
+    repository: str | None = None
+    revision: str | None = None
+    format: str | None = None
+    formats: tuple[str, ...] = ()
+    files_path: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +74,9 @@ class Arm:
     ``before_load`` and ``after_init`` name ``module:function`` pairs called as ``function(worker)`` inside the engine's
     worker: the first before the model is built, the second once model and KV caches exist, before warm-up.
     ``interpreter`` is None for the interpreter that runs pytest. ``scales`` is a JSON file of per-layer V scales.
+    ``installed`` says that the arm's code is no part of the study: interpreter and checkouts come from ``--install``,
+    and without it the arm does not run. ``checkouts`` are the roots of the verified source trees, put before
+    ``pythonpath``; empty until an install is applied. They are not in the lock but in the scope's engine.
 
     What each layer must be seen to run: ``kernels`` are patterns (:func:`fnmatch.fnmatchcase`) of which each matches a
     profiler name, ``kernels_absent`` patterns of which none does. ``cache_dtype`` is the cache tensor's dtype in
@@ -83,6 +97,8 @@ class Arm:
     kernels: tuple[str, ...]
     kernels_absent: tuple[str, ...]
     cache_dtype: str | None
+    installed: bool = False
+    checkouts: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,6 +318,8 @@ class Study:
 
     ``preservation`` holds the rules of each scored task, by its gate; ``gsm8k_source`` is None without gsm8k.
     ``timing`` holds the timing plan of each length that has one; ``fidelity`` is None where nothing is timed.
+    ``missing`` are the declared files that depend on the model's tokenizer or weights and are not there yet: such a
+    study is unprepared, and runs no gate.
     """
 
     name: str
@@ -322,6 +340,7 @@ class Study:
     fidelity: FidelityRules | None
     timing: Mapping[int, TimingRules]
     waivers: tuple[Waiver, ...]
+    missing: tuple[Path, ...] = ()
 
     def controls(self) -> tuple[Arm, ...]:
         """The control arms, in the order of the study."""

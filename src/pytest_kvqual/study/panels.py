@@ -30,6 +30,7 @@ __all__ = [
     "PanelItem",
     "check_files",
     "check_fit",
+    "check_panels",
     "has_length",
     "load_panel",
     "load_scales",
@@ -195,16 +196,25 @@ def check_files(study: Study) -> None:
     """Read every panel and every scales file of the study, and hold them against what it declares.
 
     Raises:
-        StudyError: As :func:`load_panel` and :func:`load_scales`; also a panel with another number of items, targets or
-            tokens to generate than the study says, an item beyond the length's ``max_model_len``, and an nll document
-            that is the beginning of a longer panel's; a timing panel with too few items, a canary without its parity
-            item, or two prompts with the same first block.
+        StudyError: As :func:`check_panels` and :func:`load_scales`.
     """
-    vocabulary = study.model.vocabulary
-    tokenizer = study.model.files.get("tokenizer.json")
     for arm in study.arms.values():
         if arm.scales is not None:
             load_scales(arm.scales, study.model.layers)
+    check_panels(study)
+
+
+def check_panels(study: Study) -> None:
+    """Read every panel of the study, and hold it against what the study declares.
+
+    Raises:
+        StudyError: As :func:`load_panel`; also a panel with another number of items, targets or tokens to generate than
+            the study says, an item beyond the length's ``max_model_len``, and an nll document that is the beginning of
+            a longer panel's; a timing panel with too few items, a canary without its parity item, or two prompts with
+            the same first block.
+    """
+    vocabulary = study.model.vocabulary
+    tokenizer = study.model.files.get("tokenizer.json")
     parity = load_panel(study.parity.panel, task="parity", length=None, vocabulary=vocabulary, tokenizer=tokenizer)
     _count(study.parity.panel, len(parity.items), study.parity.prompts, "items", "parity.prompts")
     for item in parity.items:

@@ -18,7 +18,7 @@ from pytest_kvqual._canonical import sha256_bytes
 from pytest_kvqual._decode import nearest
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.study import plan as plans
-from pytest_kvqual.study.load import STUDY_FILE, load_study
+from pytest_kvqual.study.load import STUDY_FILE, load_study, require_prepared
 from pytest_kvqual.study.panels import load_panel
 from pytest_kvqual.study.trace import Trace, build, parse_trace
 
@@ -41,7 +41,9 @@ class _File:
     about: str
 
 
-def trace_command(name_or_path: str, *, check: bool, arrivals: Sequence[str] = ()) -> tuple[str, ...]:
+def trace_command(
+    name_or_path: str, *, check: bool, arrivals: Sequence[str] = (), format: str | None = None
+) -> tuple[str, ...]:
     """What ``kvqual trace`` does; returns one line for each trace, with its SHA-256.
 
     Args:
@@ -50,12 +52,13 @@ def trace_command(name_or_path: str, *, check: bool, arrivals: Sequence[str] = (
             are then those of the trace that is there.
         arrivals: ``CELL=FILE`` for each cell of kind ``file``, ``LENGTH:CELL=FILE`` where several lengths have a cell
             of that name: one arrival a line, in whole nanoseconds.
+        format: As :func:`pytest_kvqual.study.load.load_study` takes it, here and below.
 
     Raises:
         StudyError: The study has no timing plan, or one that cannot be made into traces: then nothing is written; with
             ``check`` a trace that is missing or another one, or any ``arrivals``.
     """
-    study = _timed(name_or_path)
+    study = _timed(name_or_path, format)
     if check and arrivals:
         raise StudyError(
             f"--arrivals: found '{arrivals[0]}' with --check, expected none: the arrivals are those of the traces that "
@@ -69,28 +72,31 @@ def trace_command(name_or_path: str, *, check: bool, arrivals: Sequence[str] = (
     return tuple(_line(study, file, word) for file, word in zip(files, said, strict=True))
 
 
-def plan_command(name_or_path: str, *, check: bool, default: str) -> tuple[str, ...]:
+def plan_command(name_or_path: str, *, check: bool, default: str, format: str | None = None) -> tuple[str, ...]:
     """What ``kvqual plan`` does; returns its lines: the blocks, the trials as commands, what the plan can show.
 
     Args:
         name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
         check: Write nothing; fail unless each plan is what would be written.
         default: The study that pytest takes without ``--study``.
+        format: As for :func:`trace_command`.
 
     Raises:
         StudyError: The study has no timing plan, or one that is refused, or a trace is missing or another one: then
             nothing is written; with ``check`` a plan that is missing or another one.
     """
-    study = _timed(name_or_path)
+    study = _timed(name_or_path, format)
     found = [_plan(study, length) for length in study.timing]
     files = [file for _, file in found]
     said = _check(files, "kvqual plan") if check else _write(files)
     lines: list[str] = []
+    typed = "" if name_or_path == default else f" --study {name_or_path}"
+    typed += "" if study.model.format is None else f" --format {study.model.format}"
     for (plan, file), word in zip(found, said, strict=True):
         lines += [
             _line(study, file, word),
             *_blocks(plan),
-            *_commands(study, plan, "" if name_or_path == default else f" --study {name_or_path}"),
+            *_commands(study, plan, typed),
             *_reach(plan),
         ]
     return tuple(lines)
@@ -106,13 +112,13 @@ def check_timing_files(study: Study) -> None:
     _check([_plan(study, length)[1] for length in study.timing], "kvqual plan")
 
 
-def trial_lines(name_or_path: str, length: str) -> tuple[str, ...]:
+def trial_lines(name_or_path: str, length: str, format: str | None = None) -> tuple[str, ...]:
     """What ``kvqual plan --trials LENGTH`` prints, for a script: ``ARM BLOCK`` of each trial, in order.
 
     Raises:
         StudyError: The study has no timing plan of this length; or as :func:`plan_command` with ``check``.
     """
-    study = _timed(name_or_path)
+    study = _timed(name_or_path, format)
     if length not in map(str, study.timing):
         raise StudyError(
             f"--trials: found '{length}', expected a length with a timing plan: {', '.join(map(str, study.timing))}"
@@ -131,8 +137,9 @@ def read_traces(study: Study, length: int) -> dict[str, bytes]:
     return {cell.name: read_file(cell.trace, "run `kvqual trace`") for cell in study.timing[length].cells}
 
 
-def _timed(name_or_path: str) -> Study:
-    study = load_study(name_or_path)
+def _timed(name_or_path: str, format: str | None) -> Study:
+    study = load_study(name_or_path, format)
+    require_prepared(study)
     if not study.timing:
         raise StudyError(
             f"study {study.name}: found no timing plan, expected one", advice="declare [timing.LENGTH] in study.toml"
@@ -143,7 +150,9 @@ def _timed(name_or_path: str) -> Study:
 
 def _check_places(study: Study) -> None:
     """Refuse a trace or plan that would be written over another one, or over a file that the study is made of."""
-    taken = {study.directory / name for name in (STUDY_FILE, "lock.json")} | {study.parity.panel}
+    locks = [f"lock-{name}.json" for name in study.model.formats] or ["lock.json"]
+    taken = {study.directory / name for name in (STUDY_FILE, *locks)} | {study.parity.panel}
+    taken |= {study.model.files_path} if study.model.files_path is not None else set()
     taken |= {path for length in study.lengths.values() for path in length.panels.values()}
     taken |= {arm.scales for arm in study.arms.values() if arm.scales is not None}
     taken |= {study.gsm8k_source.shots} if study.gsm8k_source is not None else set()

@@ -209,6 +209,50 @@ def distribution_record(name: str) -> tuple[dict[str, object], set[str]]:
     return record, modules
 
 
+def checkout_records(file: Path) -> tuple[list[dict[str, object]], dict[str, set[str]]]:
+    """Re-hashes every importable file of an arm's checkouts against the digests taken before the boot.
+
+    Args:
+        file: ``install.json`` of the attempt.
+
+    Returns:
+        A record for each checkout, as :func:`distribution_record` gives one for a distribution, and the real paths of
+        its modules by its name, which is that of the package in it.
+
+    Raises:
+        WorkerError: The file cannot be read, or holds something else.
+    """
+    records: list[dict[str, object]] = []
+    modules: dict[str, set[str]] = {}
+    try:
+        checkouts = json.loads(file.read_bytes())["checkouts"]
+        work = [(it["name"], it["commit"], Path(it["path"]), dict(it["modules"])) for it in checkouts]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WorkerError(f"{file}: found no record of checkouts that can be read: {error}") from error
+    for name, commit, root, files in work:
+        mismatched = []
+        for relative, expected in files.items():
+            path = root / relative
+            try:
+                with path.open("rb") as opened:
+                    found = hashlib.file_digest(opened, "sha256").hexdigest()
+            except OSError as error:
+                found = str(error.strerror)
+            if found != expected:
+                mismatched.append(f"{path}: found sha256 {found}, expected sha256 {expected}")
+            modules.setdefault(name, set()).add(str(path.resolve()))
+        records.append(
+            {
+                "name": f"checkout {name}",
+                "version": commit,
+                "files": len(files),
+                "mismatched": sorted(mismatched),
+                "editable": True,
+            }
+        )
+    return records, modules
+
+
 def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, object]:
     """Traces the loaded modules of ``packages`` to recorded files: ``{"traced": n, "untraced": [name: path]}``."""
     traced, untraced = 0, []
@@ -225,6 +269,21 @@ def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, obje
         else:
             untraced.append(f"{name}: {path}")
     return {"traced": traced, "untraced": untraced}
+
+
+def trace_with_checkouts(
+    packages: Iterable[str], recorded: set[str], checkouts: Mapping[str, set[str]]
+) -> dict[str, object]:
+    """As :func:`trace_modules`; a package that a checkout brings is traced to that checkout alone.
+
+    The interpreter may have the package installed too, and what is imported must not be that one.
+    """
+    parts = [trace_modules([name for name in packages if name not in checkouts], recorded)]
+    parts += [trace_modules([name], files) for name, files in checkouts.items()]
+    return {
+        "traced": sum(part["traced"] for part in parts),  # type: ignore[misc]  # a count
+        "untraced": [line for part in parts for line in part["untraced"]],  # type: ignore[attr-defined]  # a list
+    }
 
 
 def cache_layout(name: str, cache: torch.Tensor) -> dict[str, object]:

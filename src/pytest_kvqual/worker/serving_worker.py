@@ -243,8 +243,13 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
                 distribution, modules = identity.distribution_record(name)
                 records.append(distribution)
                 recorded |= modules
+            checkouts: dict[str, set[str]] = {}
+            if self.kvqual_config.checkouts is not None:
+                brought, checkouts = identity.checkout_records(self.kvqual_config.checkouts)
+                records += brought
             record["distributions"] = records
-            record["modules"] = identity.trace_modules(("vllm", "torch", "transformers"), recorded)
+            packages = ("vllm", "torch", "transformers")
+            record["modules"] = identity.trace_with_checkouts(packages, recorded, checkouts)
         return record
 
     def _identity_layers(self, layers: dict[str, Any]) -> dict[str, object]:

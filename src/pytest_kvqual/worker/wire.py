@@ -22,6 +22,7 @@ _KEYS = {
     "pythonpath",
     "distribution",
 }
+_OPTIONAL = {"checkouts"}
 
 
 class WorkerError(RuntimeError):
@@ -33,6 +34,7 @@ class WorkerConfig:
     """What the server's command line tells the worker.
 
     ``v_scales`` holds one float per attention layer in layer order, or None for an arm without frozen scales.
+    ``checkouts`` is the file with the digests of the source trees that the arm brings, None where it brings none.
     """
 
     arm: str
@@ -44,6 +46,7 @@ class WorkerConfig:
     model_dir: Path
     pythonpath: tuple[str, ...]
     distribution: str
+    checkouts: Path | None = None
 
 
 def _strings(value: object, key: str) -> tuple[str, ...]:
@@ -67,7 +70,7 @@ def decode_config(additional_config: object) -> WorkerConfig:
     raw = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
     if not isinstance(raw, Mapping):
         raise WorkerError(f"additional_config has no mapping {CONFIG_KEY!r}; start the server through pytest-kvqual")
-    if set(raw) != _KEYS:
+    if set(raw) - _OPTIONAL != _KEYS:
         raise WorkerError(f"additional_config.{CONFIG_KEY} has the keys {sorted(raw)}, expected {sorted(_KEYS)}")
     scales = raw["v_scales"]
     if scales is not None:
@@ -84,6 +87,7 @@ def decode_config(additional_config: object) -> WorkerConfig:
         model_dir=Path(_string(raw["model_dir"], "model_dir")),
         pythonpath=_strings(raw["pythonpath"], "pythonpath"),
         distribution=_string(raw["distribution"], "distribution"),
+        checkouts=Path(_string(raw["checkouts"], "checkouts")) if "checkouts" in raw else None,
     )
 
 

@@ -1,0 +1,373 @@
+"""What ``kvqual prepare`` does: the files of a study that are made from its model's own tokenizer and weights.
+
+A study whose model names a repository is committed without them, since neither the weights nor the tokenizer are this
+project's to ship. ``prepare`` reads the model's folder and writes the panels and the digests of the model's files; with
+``--calibrate`` it boots the study's first control, and writes the V scales from what that engine hands to its cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
+from pytest_kvqual._decode import Table, one_line, parse_json
+from pytest_kvqual.errors import CaptureError, ModelError, RefusedError, StudyError
+from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, encode_rows, recipe_of, v_scale
+from pytest_kvqual.study.load import argument, load_study
+from pytest_kvqual.study.model import Selection, Study
+from pytest_kvqual.study.panels import check_panels
+
+WATCH = "pytest_kvqual.worker.calibration:watch"
+_LIMIT_S = 120.0
+#: A study's key of ``[model]``, and where the model's ``config.json`` has it.
+_GEOMETRY = {
+    "layers": "num_hidden_layers",
+    "query_heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+}
+_BIBLE = ("bible", "-f", "gen1:1-rev22:21")
+_TOPICS = re.compile(r"\A(?:#[^\n]*\n|\s)*topics = ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """A model's tokenizer. ``sha256`` is that of its ``tokenizer.json``."""
+
+    sha256: str
+    plain: Any
+    folder: Path
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens."""
+        return list(self.plain.encode(text, add_special_tokens=False).ids)
+
+    def chat(self, question: str) -> list[int]:
+        """The token ids of a user's message under the model's chat template, up to where the answer begins."""
+        message = [{"role": "user", "content": question}]
+        template = _chat_template(self.folder)
+        return self.encode(template.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def prepare(
+    name_or_path: str,
+    *,
+    format: str | None,
+    model: Path,
+    bible: Path | None = None,
+    topics: Path | None = None,
+    calibrate: bool = False,
+) -> Iterator[str]:
+    """Write the panels of a study and the digests of its model's files; yields one line about each file.
+
+    The digests come last: a study that was interrupted stays unprepared. Whether the folder is the declared revision is
+    not seen here: ``config.json`` is held against the study's geometry, and the digests then fix every file.
+
+    Args:
+        name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
+        format: As :func:`pytest_kvqual.study.load.load_study` takes it.
+        model: The model's folder, with no other file in it than the model's.
+        bible: As :func:`read_bible` takes it.
+        topics: As :func:`read_topics` takes it.
+        calibrate: Write the V scales too: :func:`largest_v`.
+
+    Raises:
+        StudyError: The study is not one that is prepared; a text is missing or another one; a panel does not fit.
+        ModelError: The folder holds no model that can be read, or one of another geometry.
+        RefusedError: ``calibrate`` on a host without the device that the study is for.
+        ServerError: The control that is calibrated in did not start or did not answer.
+    """
+    study = load_study(name_or_path, format)
+    if study.model.files_path is None or study.model.repository is None:
+        raise StudyError(
+            f"study {study.name}: found no repository and no file of digests in [model], expected both: its files are "
+            "committed with it",
+            advice="`kvqual model` builds the embedded study's model",
+        )
+    if calibrate:
+        # Before the minutes that the rest takes.
+        _device(study)
+    files = model_files(model)
+    _fits(study, model)
+    tokenizer = tokenizer_of(model)
+    texts = {"cpython": read_topics(topics), "kjv": read_bible(bible)}
+    windows, panels = build(
+        recipe_of(study), texts, encode=tokenizer.encode, chat=tokenizer.chat, tokenizer_sha256=tokenizer.sha256
+    )
+    for panel in panels:
+        for path in _places(study, panel):
+            yield _write(study, path, panel.data)
+    yield _write(study, study.model.files_path, pretty_bytes({"schema": 1, "files": files}))
+    prepared = load_study(name_or_path, format)
+    check_panels(prepared)
+    if calibrate:
+        control = study.controls()[0].name
+        yield f"calibrating: arm {control}, {sum(map(len, windows))} tokens that are in no panel's document"
+        scales = encode_rows({"schema": 1}, "v_scale", v_scale(largest_v(prepared, model, windows)))
+        for path in dict.fromkeys(arm.scales for arm in study.arms.values() if arm.scales is not None):
+            yield _write(study, path, scales)
+        prepared = load_study(name_or_path, format)
+    yield f"gates of it need KVQUAL_MODEL_DIR={model}"
+    if prepared.missing:
+        names = ", ".join(path.relative_to(study.directory).as_posix() for path in prepared.missing)
+        yield (
+            f"not there yet: {names}; run `kvqual prepare {argument(study)} --model {model} --calibrate` where "
+            f"arm {study.controls()[0].name} boots, or put scales of your own there"
+        )
+    else:
+        yield f"next: kvqual trace, kvqual plan and kvqual freeze {argument(study)}"
+
+
+def _device(study: Study) -> None:
+    from pytest_kvqual.session import gpu_found
+
+    if study.platform == "gpu" and not gpu_found():
+        raise RefusedError(
+            f"--calibrate: found no GPU, expected one: it boots arm {study.controls()[0].name} of study {study.name}",
+            advice="run it on a GPU host; without --calibrate panels and digests are written anywhere",
+        )
+
+
+def largest_v(study: Study, model: Path, windows: Sequence[Sequence[int]]) -> list[float]:
+    """The largest |V| of each layer over ``windows`` of token ids, as the study's first control hands it to its cache.
+
+    The control is booted in eager mode, with nothing in it but a note of what its cache is given, and is sent each
+    window once, one after the other.
+
+    Raises:
+        ServerError: It did not start, or did not answer.
+        CaptureError: It told of other layers than the model has.
+    """
+    from pytest_kvqual.attempt import python_of
+    from pytest_kvqual.server import rpc
+    from pytest_kvqual.server.command import serve_command, worker_config
+    from pytest_kvqual.server.process import Server, Timeouts, free_port
+
+    arm, engine = study.controls()[0], study.engine
+    longest = max(map(len, windows))
+    length = next((it for it in study.lengths.values() if it.max_model_len > longest), None)
+    if length is None:
+        raise StudyError(f"study {study.name}: found no length of more than {longest} tokens, expected one")
+    eager = replace(arm, flags=(*arm.flags, "--enforce-eager"))
+    selection = Selection(study=study, arm=eager, length=length, cache_bytes=length.cache_bytes)
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvqual-calibrate-") as scratch:
+        command = serve_command(
+            selection,
+            model=model,
+            port=port,
+            worker_config=worker_config(selection, model=model, after_init=(WATCH,)),
+            python=python_of(arm),
+            inherited=os.environ,
+        )
+        server = Server.start(
+            command, port=port, log=Path(scratch, "server.log"), timeouts=Timeouts(boot_s=engine.boot_timeout_s)
+        )
+        try:
+            # What the warm-up wrote was no text.
+            rpc.call(server.base_url, "kvqual_largest_v", True, timeout_s=engine.request_timeout_s)
+            for window in windows:
+                body = {"model": study.model.name, "prompt": list(window), "max_tokens": 1, "temperature": 0}
+                rpc.post(
+                    server.base_url, "/v1/completions", body, timeout_s=engine.request_timeout_s, what="calibration"
+                )
+            ranks = rpc.call(server.base_url, "kvqual_largest_v", timeout_s=engine.request_timeout_s)
+        finally:
+            server.stop()
+    return largest_of(ranks, study.model.layers)
+
+
+def largest_of(ranks: Sequence[object], layers: int) -> list[float]:
+    """The largest |V| of each layer over all ranks, from what ``kvqual_largest_v`` answered.
+
+    Raises:
+        CaptureError: A rank told of other layers than the first, of another number of them, or of no number.
+    """
+    told: list[list[tuple[str, float]]] = []
+    for rank in ranks:
+        try:
+            told.append([(str(it["layer"]), float(it["largest"])) for it in rank])  # type: ignore[attr-defined]
+        except (TypeError, KeyError, ValueError) as error:
+            raise CaptureError(f"calibration: found {rank!r:.80} from a rank, expected its layers: {error}") from None
+    names = [name for name, _ in told[0]] if told else []
+    if len(names) != layers or any([name for name, _ in rank] != names for rank in told):
+        raise CaptureError(f"calibration: found {len(names)} layers, expected {layers}, the same on every rank")
+    # NaN wins, and is refused by who makes a scale of it.
+    return [max(values, key=lambda value: (math.isnan(value), value)) for values in
+            zip(*([value for _, value in rank] for rank in told), strict=True)]  # fmt: skip
+
+
+def model_files(model: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a model's folder, by name.
+
+    Raises:
+        ModelError: No folder, none of the files that a model has, a folder inside it, or a file that cannot be read.
+    """
+    if not model.is_dir():
+        raise ModelError(f"found no folder {model}, expected the model's", advice="give it with --model DIR")
+    found = sorted(model.iterdir())
+    for path in found:
+        if path.is_dir():
+            raise ModelError(
+                f"{path}: found a folder, expected the model's files alone",
+                advice="remove it (a hub's cache folder holds no part of the model), or name a folder without it",
+            )
+    names = [path.name for path in found]
+    if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        raise ModelError(f"{model}: found {', '.join(names[:5]) or 'no file'}, expected config.json and safetensors")
+    try:
+        return {path.name: sha256_file(path) for path in found}
+    except OSError as error:
+        raise ModelError(f"{error.filename or model}: cannot be read: {error.strerror or error}") from error
+
+
+def _fits(study: Study, model: Path) -> None:
+    """Hold the model's own configuration against the study's geometry."""
+    path = model / "config.json"
+    config = Table(parse_json(path.read_bytes(), origin=str(path), error=ModelError), origin=str(path),
+                   error=ModelError, known=None)  # fmt: skip
+    expected = {key: getattr(study.model, ours) for ours, key in _GEOMETRY.items()}
+    found = {key: config.integer(key, minimum=1) for key in expected}
+    expected["head_dim"] = study.model.head_size
+    found["head_dim"] = (
+        config.integer("head_dim", minimum=1)
+        if config.has("head_dim") and config.raw("head_dim") is not None
+        else config.integer("hidden_size", minimum=1) // found["num_attention_heads"]
+    )
+    for key, value in expected.items():
+        if found[key] != value:
+            raise ModelError(
+                f"{path}: found {key} {found[key]}, expected {value}, as study {study.name} declares",
+                advice=f"give the folder of {study.model.repository} at {study.model.revision}",
+            )
+
+
+def _places(study: Study, panel: Built) -> list[Path]:
+    """Where the study has this panel: once, or at every length where the task has the same questions at all."""
+    if panel.task == "parity":
+        return [study.parity.panel]
+    if panel.task == "timing":
+        return [rules.panel for length, rules in study.timing.items() if length == panel.length]
+    lengths = [it for it in study.lengths.values() if panel.length in (None, it.tokens)]
+    return list(dict.fromkeys(it.panels[panel.task] for it in lengths if panel.task in it.panels))
+
+
+def _write(study: Study, path: Path, data: bytes) -> str:
+    before = path.read_bytes() if path.is_file() else None
+    said = "unchanged" if before == data else "written" if before is None else "written anew"
+    if before != data:
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_bytes(data)
+            scratch.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                scratch.unlink()
+            raise StudyError(f"cannot write {path}: {error.strerror or error}") from error
+    return f"{path.relative_to(study.directory).as_posix()}: {said}; sha256 {sha256_bytes(data)}"
+
+
+@functools.cache
+def _chat_template(folder: Path) -> Any:
+    return _package("transformers").AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def tokenizer_of(model: Path) -> Tokenizer:
+    """The tokenizer in a model's folder.
+
+    Raises:
+        ModelError: There is none that can be read, or the package for it is missing.
+    """
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"found no file {path}, expected the model's tokenizer", advice="give the model's folder")
+    tokenizers = _package("tokenizers")
+    try:
+        plain = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises this class itself
+        raise ModelError(f"{path}: found no tokenizer that can be read: {one_line(str(error))}") from None
+    return Tokenizer(sha256=sha256_file(path), plain=plain, folder=model)
+
+
+def read_topics(path: Path | None) -> str:
+    """The topics of ``pydoc_data`` in the order of their names.
+
+    Args:
+        path: CPython 3.11.7's ``Lib/pydoc_data/topics.py``; None for that of the running Python.
+
+    Raises:
+        StudyError: There is none, or it is another one.
+    """
+    if path is None:
+        spec = importlib.util.find_spec("pydoc_data.topics")
+        if spec is None or spec.origin is None:
+            raise StudyError("found no pydoc_data.topics in this Python", advice="give --topics FILE")
+        path = Path(spec.origin)
+    data = _checked(CPYTHON, _read(path), advice="give CPython 3.11.7's Lib/pydoc_data/topics.py with --topics FILE")
+    topics = _literal(data.decode("utf-8"))
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_bible(path: Path | None) -> str:
+    """The King James text, one verse a line, without the verse numbers.
+
+    Args:
+        path: The text as Debian's ``bible-kjv`` prints it; None runs that program.
+
+    Raises:
+        StudyError: There is neither, or it is another text.
+    """
+    advice = "give it with --bible FILE: apt-get install bible-kjv; bible -f gen1:1-rev22:21 > FILE"
+    if path is not None:
+        data = _read(path)
+    else:
+        try:
+            data = subprocess.run(_BIBLE, check=True, capture_output=True, timeout=_LIMIT_S).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            raise StudyError(f"cannot run {_BIBLE[0]}: {one_line(str(error))}", advice=advice) from None
+    text = _checked(KJV, data, advice=advice).decode("ascii")
+    return "\n".join(re.sub(r"^\S+ ", "", line) for line in text.splitlines())
+
+
+def _literal(text: str) -> dict[str, str]:
+    """The one assignment of the topics module, read without running it."""
+    import ast
+
+    start = _TOPICS.match(text)
+    return dict(ast.literal_eval(text[start.end() :] if start else "{}"))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StudyError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _checked(source: Source, data: bytes, *, advice: str) -> bytes:
+    found = sha256_bytes(data)
+    if found != source.sha256:
+        raise StudyError(f"{source.label}: found sha256 {found}, expected {source.sha256}", advice=advice)
+    return data
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ModelError(
+            f"found no package {name}, expected it to build panels", advice=f"pip install {name}"
+        ) from None
