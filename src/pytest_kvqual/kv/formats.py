@@ -669,6 +669,17 @@ def declared(name: str, *, dtype: torch.dtype = torch.bfloat16, layout: LayoutPe
     return CpuAttn8(kind=kind, toward_zero=rounding == "toward-zero", dtype=dtype, layout=layout)
 
 
+def nan_cells(fmt: Format, shape: tuple[int, int, int], dtype: torch.dtype, v_scale: float) -> Cells:
+    """Cells ``[T, heads, head_size]`` that read as NaN in every element, where the format has a NaN at all.
+
+    The write path of some backend makes no NaN of one; what a cell holds that it did not write can be one nevertheless.
+    """
+    if isinstance(fmt, CpuAttn8):
+        return Cells(k=torch.full(shape, 0x7F, dtype=torch.uint8), v=torch.full(shape, 0x7F, dtype=torch.uint8))
+    one = torch.full(shape, math.nan, dtype=dtype)
+    return fmt.encode(one, one, v_scale)
+
+
 def needs_layout(name: str) -> bool:
     """Whether :func:`declared` needs the tile permutation that :func:`probe_layout` finds."""
     return name.startswith("cpu-attn")
@@ -739,7 +750,7 @@ def probe_layout(
     is_k = is_v = torch.zeros(0)
     while weight < size:
         written = letters[(linear // weight) % base].to(dtype)
-        cache = torch.zeros(3, kv_heads, block_size, 2 * head_size, dtype=_stored_as(name, dtype))
+        cache = torch.zeros(3, kv_heads, block_size, 2 * head_size, dtype=stored_as(name, dtype))
         write(written, -written, cache, slots)
         if bool((cache[0] != 0).any()) or bool((cache[2] != 0).any()):
             raise FormatError("found writes outside block 1, expected none, while probing the cache layout")
@@ -775,7 +786,8 @@ def probe_layout(
     return layout
 
 
-def _stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
+def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a stock CPU cache of that format, for K and V of ``dtype``."""
     return dtype if name == "cpu-attn-bf16" else torch.uint8
 
 
@@ -783,7 +795,7 @@ def _verify_layout(write: Write, layout: LayoutPermutation, kv_heads: int, dtype
     generator = torch.Generator().manual_seed(20)
     blocks = 5
     fmt = declared(name, layout=layout, dtype=dtype)
-    cache = torch.zeros(blocks, kv_heads, layout.block_size, 2 * layout.head_size, dtype=_stored_as(name, dtype))
+    cache = torch.zeros(blocks, kv_heads, layout.block_size, 2 * layout.head_size, dtype=stored_as(name, dtype))
     slots = torch.randperm(blocks * layout.block_size, generator=generator)[: 3 * layout.block_size + 1]
     shape = (slots.numel(), kv_heads, layout.head_size)
     key, value = (_exact(fmt, shape, dtype, generator) for _ in range(2))
