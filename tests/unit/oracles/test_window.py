@@ -20,7 +20,9 @@ from pytest_kvqual.oracles import fingerprints, reproducer
 from pytest_kvqual.oracles import window as window_module
 from pytest_kvqual.oracles.window import CONDITIONS, SECTIONS
 
-FORMATS = ("k16v16", "k16v8", "cpu-attn-bf16", "k8v8", "k8v8-inline")
+FORMATS = (
+    "k16v16", "k16v8", "cpu-attn-bf16", "k8v8", "k8v8-inline", "cpu-attn-fp8-e4m3", "cpu-attn-fp8-e5m2-toward-zero",
+)  # fmt: skip
 FIRST, SECOND = "layers.0.attn", "layers.1.attn"
 ROWS = 25
 """Rows of the workload."""
