@@ -171,7 +171,7 @@ def test_the_probe_finds_a_layout_of_bytes(kind: str, order: str, toward_zero: b
     assert formats.observe_bytes(write, like=like, head_size=SIZE, dtype=dtype) == (1, 1)
 
 
-def _damaged(change: Callable[[torch.Tensor], None]) -> Write:
+def _damaged(change: Callable[[torch.Tensor], object]) -> Write:
     write = writer("e4m3")
 
     def damaged(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ def _damaged(change: Callable[[torch.Tensor], None]) -> Write:
     return damaged
 
 
-DAMAGE: dict[str, Callable[[torch.Tensor], None]] = {
+DAMAGE: dict[str, Callable[[torch.Tensor], object]] = {
     "an element is lost": lambda tiles: tiles[..., 5].zero_(),
     "one head is permuted in another way": lambda tiles: tiles[:, 1, :2].copy_(tiles[:, 1, :2].flip(-1)),
     "one block is permuted in another way": lambda tiles: tiles[-1].copy_(tiles[-1].flip(-1)),
