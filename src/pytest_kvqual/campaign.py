@@ -55,6 +55,7 @@ from pytest_kvqual.errors import (
 )
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
+from pytest_kvqual.kv.declarations import NEED_DECLARATION, is_declared
 from pytest_kvqual.study.load import ORACLE_GATES, SCORED_TASKS, TIMING_GATES
 from pytest_kvqual.timing import Timing
 
@@ -206,7 +207,14 @@ class Campaign:
             self._timing.prepare()
         self._claim(self.run_dir)
         keep(self.study, lock, self.run_dir)
-        return self._stale()
+        return [*self._open(), *self._stale()]
+
+    def _open(self) -> list[str]:
+        """One line where the arm's KV format has no declaration: what this run cannot show."""
+        arm, without = self.selection.arm, [gate for gate in self._gates if gate in NEED_DECLARATION]
+        if is_declared(arm.kv_format) or not without:
+            return []
+        return [f"arm {arm.name}: the KV format '{arm.kv_format}' has no declaration: {', '.join(without)} cannot pass"]
 
     def _built_gsm8k(self) -> bytes:
         """The panel of the GSM8K test set, which no study holds, checked like one that a study does."""
@@ -514,6 +522,7 @@ class Campaign:
             scales=self.selection.arm.scales is not None,
             rotation_may_differ=self.study.determinism == "rotation-diagnostic",
             waived=self.study.waived(self.selection.arm.name, gate),
+            declared=is_declared(self.selection.arm.kv_format),
         )
 
     def _reading_fault(self) -> str:

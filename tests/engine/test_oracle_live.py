@@ -82,13 +82,23 @@ def replay(
     return status, capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(("arm", "kinds"), [("native", {"nan-fill"}), ("candidate", set())])
-def test_healthy_passes(arm: str, kinds: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("study", "arm", "kinds"),
+    [
+        ("smollm2-cpu", "native", {"nan-fill"}),
+        ("smollm2-cpu", "candidate", set()),
+        ("smollm2-cpu-fp8", "fp8-e4m3-toward-zero", set()),
+        ("smollm2-cpu-fp8", "fp8-e5m2-toward-zero", {"nan-fill"}),
+    ],
+)
+def test_healthy_passes(
+    study: str, arm: str, kinds: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No oracle objects to the model's own pass, to fingerprints or to a scarce pool, but for the arm's known fills.
 
     The conditions that the study insists on are met over the three passes, and the taps are off afterwards.
     """
-    selection = select(load_study("smollm2-cpu"), arm=arm, length=1024, cache_bytes=None)
+    selection = select(load_study(study), arm=arm, length=1024, cache_bytes=None)
     rules, panels = selection.study.oracle, pass_panels(selection)
     with serving(selection, tmp_path / "server.log") as server:
         records = {
@@ -125,6 +135,35 @@ def test_healthy_passes(arm: str, kinds: set[str], tmp_path: Path, capsys: pytes
         assert status == 1
         assert lines[0] == f"recorded: {records['probe']['replay']['findings'][0]}"
         assert "bytes of the output changed with cells that nobody wrote" in lines[1]
+
+
+@pytest.mark.parametrize("arm", ["fp8-e4m3", "fp8-e5m2"])
+def test_the_stock_8_bit_cache_is_not_what_is_defined(arm: str, tmp_path: Path) -> None:
+    """By definition some cells are wrong and maps and slots are not; without a declaration nothing is said of cells."""
+    selection = select(load_study("smollm2-cpu-fp8"), arm=arm, length=1024, cache_bytes=None)
+    panel = pass_panels(selection)["pressure"]
+    with serving(selection, tmp_path / "server.log") as server:
+        record = oracle(server, selection, panel)
+    assert set(record["routing"]["kinds"]) == {"wrong-cell", "wrong-history"}
+    assert record["stale-maps"]["kinds"] == {}
+    open_arm = replace(selection, arm=replace(selection.arm, kv_format="a-stock-format"))
+    with serving(open_arm, tmp_path / "open.log") as server:
+        (identity,) = rpc.call(server.base_url, "kvqual_identity", {"parts": ["layers"]}, timeout_s=60)
+        found: Any = capture_oracle(
+            server,
+            panel,
+            probe=True,
+            fills=True,
+            model=selection.study.model.name,
+            schedule="waves",
+            wave_size=selection.length.wave_size,
+            timeout_s=LIMIT_S,
+        )["records"]
+    assert identity["kv_format"] == "a-stock-format"
+    assert {layer["k_bytes_per_element"] for layer in identity["layers"]} == {1}
+    assert found[0]["stale-maps"]["tables_compared"] >= found[0]["steps"] * found[0]["layers"]
+    assert all(found[0][name]["findings_total"] == 0 for name in ("row_map", "stale-maps", "routing", "placement"))
+    assert found[0]["routing"]["cells_checked"] == found[0]["placement"]["rows_checked"] == 0
 
 
 def test_a_strangers_fault_is_found_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

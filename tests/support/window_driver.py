@@ -51,6 +51,7 @@ class Driver:
     """One rank: ``layers`` layers over a pool, and the window over them."""
 
     kv_format: str = "k16v8"
+    declared: bool = True
     layers: int = LAYERS
     probe: bool = False
     fills: bool = False
@@ -75,7 +76,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
-        if self.kv_format == "cpu-attn-bf16":
+        if formats.needs_layout(self.kv_format):
             order = torch.randperm(2 * BLOCK * SIZE, generator=random)
             layout = formats.LayoutPermutation(
                 k=order[: BLOCK * SIZE].view(BLOCK, SIZE), v=order[BLOCK * SIZE :].view(BLOCK, SIZE)
@@ -103,7 +104,7 @@ class Driver:
                 LayerView(
                     name=name,
                     cache=cache,
-                    codec=self.codec,
+                    codec=self.codec if self.declared else formats.Undeclared(name="a-stock-format"),
                     v_scale=self.scales[name],
                     query_heads=HQ,
                     kv_heads=HKV,

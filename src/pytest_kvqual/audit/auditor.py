@@ -151,7 +151,7 @@ def _audit(tree: Tree, options: Options) -> Result:
         return result
     result.reached = True
     _against_the_lock(frozen, newest, report)
-    stored.check_chain(frozen.gates, newest, report)
+    stored.check_chain(frozen.gates, newest, frozen.arms.get(scope.arm, {}).get("kv_format"), report)
     records = _records(tree, options, frozen, scope, newest, report)
     named = rederive.wanted(newest)
     for attempt in records.attempts.values():

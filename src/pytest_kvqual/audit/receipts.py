@@ -21,6 +21,12 @@ _PREDICATE = (
     "scope", "implementation", "evidence", "requires", "attempt", "details", "content",
 )  # fmt: skip
 _SCOPE = ("lock", "arm", "length", "cache_bytes", "engine")
+#: The KV formats of which it is declared what a cell holds, and the gates that need to know it.
+DECLARED: Final = (
+    "k16v16", "k16v8", "k8v8", "cpu-attn-bf16", "cpu-attn-fp8-e4m3", "cpu-attn-fp8-e5m2",
+    "cpu-attn-fp8-e4m3-toward-zero", "cpu-attn-fp8-e5m2-toward-zero",
+)  # fmt: skip
+NEED_DECLARATION: Final = ("identity", "routing", "shifted-outputs", "placement", "replay")
 _FILE = re.compile(r"(\d{2,})-([A-Za-z0-9][A-Za-z0-9._-]*)-([1-9]\d{0,8})\.json")
 _PLACE = re.compile(r"(?P<arm>.+)-(?P<length>[0-9]{1,18})-(?P<cache>[0-9]{1,18})")
 
@@ -257,16 +263,22 @@ def _contradictions(
     return lines
 
 
-def required_before(gates: Sequence[Gate], gate: str) -> list[str]:
-    """The gates that ``gate`` rests on: all above a timing gate, else the required ones above that do not time."""
+def required_before(gates: Sequence[Gate], gate: str, kv_format: object = DECLARED[0]) -> list[str]:
+    """The gates that ``gate`` rests on: all above a timing gate, else the required ones above that do not time.
+
+    Under a KV format without a declaration these are without the gates that need one.
+    """
     names = [plan.name for plan in gates]
     timing = next(plan.timing for plan in gates if plan.name == gate)
     above = gates[: names.index(gate)]
-    return [plan.name for plan in above if timing or (plan.state == "required" and not plan.timing)]
+    if timing:
+        return [plan.name for plan in above]
+    without = () if kv_format in DECLARED else NEED_DECLARATION
+    return [plan.name for plan in above if plan.state == "required" and not plan.timing and plan.name not in without]
 
 
-def check_chain(gates: Sequence[Gate], newest: Mapping[str, Receipt], report: Report) -> None:
-    """Order and chain of the newest receipts (check 6)."""
+def check_chain(gates: Sequence[Gate], newest: Mapping[str, Receipt], kv_format: object, report: Report) -> None:
+    """Order and chain of the newest receipts (check 6), and that none passes for want of a declaration."""
     order = {plan.name: place for place, plan in enumerate(gates, start=1)}
     for receipt in newest.values():
         if receipt.gate not in order:
@@ -277,7 +289,12 @@ def check_chain(gates: Sequence[Gate], newest: Mapping[str, Receipt], report: Re
         plan = gates[order[receipt.gate] - 1]
         if plan.state != "required" and receipt.outcome == "PASS":
             report.find(6, receipt.name, f"found PASS of {receipt.gate!r}, which the study only plans")
-        needed = required_before(gates, receipt.gate)
+        if receipt.outcome == "PASS" and receipt.gate in NEED_DECLARATION and kv_format not in DECLARED:
+            report.find(
+                6, receipt.name, f"found PASS of {receipt.gate!r}, expected none: the KV format {kv_format!r} has no "
+                "declaration",
+            )  # fmt: skip
+        needed = required_before(gates, receipt.gate, kv_format)
         for gate in receipt.requires:
             if gate not in needed:
                 report.find(6, receipt.name, f"requires: found {gate!r}, expected only {', '.join(needed) or 'none'}")

@@ -146,13 +146,15 @@ def _sums(call: Call, block: int, first: int) -> torch.Tensor:
     """The sum of V of a block from offset ``first`` on, of each query head's KV head: float ``[1, Hq, 1]``."""
     size = call.layer.impl.head_size
     tile = call.cache[block]
-    if tile.element_size() == 1:
+    stock = getattr(call.layer, "isa", None) is not None
+    if stock:  # its kernel permutes the tile: the whole content
+        eight = torch.float8_e5m2 if "e5m2" in call.layer.impl.kv_cache_dtype else torch.float8_e4m3fn
+        values = (tile.view(eight) if tile.element_size() == 1 else tile).float()
+    elif tile.element_size() == 1:
         end = 3 * size if tile.shape[-1] == 3 * size else 2 * size
         values = tile[:, first:, end - size : end].contiguous().view(torch.float8_e4m3fn).float()
-    elif getattr(call.layer, "isa", None) is None:
+    else:
         values = tile[:, first:, size:].float()
-    else:  # the stock kernel permutes the tile: its whole content
-        values = tile.float()
     group = call.rows.shape[1] // tile.shape[0]
     sums: torch.Tensor = values.sum(dim=(1, 2)).repeat_interleave(group)
     return sums[None, :, None]

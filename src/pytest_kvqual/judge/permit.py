@@ -145,7 +145,14 @@ def grant_pilot(
         RefusedError: A receipt of them is missing, failed or stale, or the study has none of them.
     """
     found = standing(
-        study, _AFTER_PILOT, receipts, scope, implementation=implementation, digests=digests, damaged=damaged
+        study,
+        _AFTER_PILOT,
+        receipts,
+        scope,
+        implementation=implementation,
+        digests=digests,
+        damaged=damaged,
+        whole=True,
     )
     chain = found.requires()
     if not chain:

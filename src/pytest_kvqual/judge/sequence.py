@@ -14,6 +14,9 @@ hold:
 7. Each evidence file that it names still has the digest that it names.
 8. It rests on exactly the gates above it that are required, and on the receipts of them that stand now.
 
+An arm whose KV format has no declaration cannot pass the gates that need one. The other gates do not rest on those, as
+they do not on planned ones; the timing gates, and a pilot, do.
+
 Nothing here reads a file. Receipts, damaged ones included, and the digests of evidence come from the caller.
 """
 
@@ -28,6 +31,7 @@ from typing import Literal, Protocol, TypeVar
 from pytest_kvqual.errors import RefusedError
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.judge.verdict import Outcome
+from pytest_kvqual.kv.declarations import NEED_DECLARATION, is_declared
 from pytest_kvqual.study.model import GatePlan, Study
 
 Kind = Literal["planned", "missing", "damaged", "failed", "stale"]
@@ -161,8 +165,11 @@ class Standing:
             )
 
 
-def required_before(study: Study, gate: str) -> tuple[str, ...]:
+def required_before(study: Study, gate: str, arm: str = "", *, whole: bool = False) -> tuple[str, ...]:
     """The gates that ``gate`` rests on, in the study's order: all above a timing gate, else the required ones above.
+
+    Where the KV format of ``arm`` has no declaration, a gate that does not time rests on no gate that needs one, unless
+    ``whole``.
 
     Raises:
         RefusedError: The study has no such gate.
@@ -171,7 +178,12 @@ def required_before(study: Study, gate: str) -> tuple[str, ...]:
     if gate not in plans:
         raise RefusedError(f"found the gate '{gate}', expected one of {', '.join(plans)}")
     timing = plans[gate].timing
-    return tuple(name for name in study.before(gate) if timing or _settled(plans[name]))
+    closed = arm in study.arms and not is_declared(study.arms[arm].kv_format) and not whole
+    return tuple(
+        name
+        for name in study.before(gate)
+        if timing or (_settled(plans[name]) and not (closed and name in NEED_DECLARATION))
+    )
 
 
 def standing(
@@ -183,6 +195,7 @@ def standing(
     implementation: str,
     digests: EvidenceDigests,
     damaged: Sequence[DamagedView] = (),
+    whole: bool = False,
 ) -> Standing:
     """The receipts that ``gate`` may rest on in this scope, by the rules in this module's docstring.
 
@@ -196,6 +209,7 @@ def standing(
         implementation: The SHA-256 of the implementation that would judge now.
         digests: What the evidence files are now.
         damaged: The receipt files that could not be trusted.
+        whole: Ask for the gates that need a declaration too, where the arm's KV format has none.
 
     Raises:
         RefusedError: The study has no such gate.
@@ -203,7 +217,7 @@ def standing(
     plans = {plan.name: plan for plan in study.gates}
     accepted: dict[str, ReceiptView] = {}
     refusals: list[Refusal] = []
-    for name in required_before(study, gate):
+    for name in required_before(study, gate, scope.arm, whole=whole):
         found = _settle(
             study,
             plans[name],
@@ -308,7 +322,7 @@ def _settle(
                 reason=f"{latest.name}: evidence {name}: found {shown}, expected sha256 {expected}",
             )
     # 8.
-    return _chained(latest, required_before(study, gate), accepted) or latest
+    return _chained(latest, required_before(study, gate, scope.arm), accepted) or latest
 
 
 def _chained(receipt: ReceiptView, above: Iterable[str], accepted: Mapping[str, ReceiptView]) -> Refusal | None:

@@ -14,10 +14,16 @@ Formats:
 ``k8v8-inline``       E4M3 K, E4M3 V, then the float32 scale of K and that of V, one pair per token and head
 ``cpu-attn-bf16``     stock vLLM CPU cache: 16-bit K and V, permuted inside each (block, head) tile; the permutation
                       depends on the instruction set and is found by ``probe_layout``
+``cpu-attn-fp8-…``    the same with K and V in 8 bits, each divided by its scale: ``cpu-attn-fp8-e4m3`` and
+                      ``cpu-attn-fp8-e5m2`` as OFP8 defines the conversion (nearest, ties to even, saturating), and with
+                      ``-toward-zero`` appended as the kernel of vLLM 0.32.0 computes it (:class:`CpuAttn8`)
 ====================  =====================================================================================
 
-The E4M3 codec here is written from the definition (OCP OFP8 1.0, section 5.2) in integer arithmetic and an explicit
-table, so that it shares no code with the casts that backends use.
+The 8-bit codecs here are written from the definition (OCP OFP8 1.0, section 5) in integer arithmetic and explicit
+tables, so that they share no code with the casts that backends use.
+
+A name that is not declared here may be an arm's format all the same (:data:`pytest_kvqual.kv.declarations.DECLARED`):
+nothing can then be said of what its cells must hold.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from typing import Protocol
 import torch
 
 from pytest_kvqual.errors import FormatError, StudyError
+from pytest_kvqual.kv.declarations import DECLARED, not_established
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
@@ -142,6 +149,101 @@ def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
     code = torch.where(small, steps, code)
     code = torch.where(magnitude > 0x7F800000, 0x7F, code)
     return code.bitwise_or_((bits >> 24).bitwise_and_(0x80)).to(torch.uint8)
+
+
+# -- E5M2, from its definition ------------------------------------------------------------------------------------
+
+
+@cache
+def e5m2_values() -> torch.Tensor:
+    """What each of the 256 E5M2 bytes stands for: float32 ``[256]``; 0x7C and 0xFC are the infinities, above is NaN."""
+    values = []
+    for byte in range(256):
+        sign = -1.0 if byte & 0x80 else 1.0
+        exponent, mantissa = (byte >> 2) & 0x1F, byte & 0x3
+        if exponent == 0x1F:
+            values.append(math.nan if mantissa else sign * math.inf)
+        elif exponent == 0:
+            values.append(sign * math.ldexp(mantissa, -16))
+        else:
+            values.append(sign * math.ldexp(4 + mantissa, exponent - 17))
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def encode_e5m2(values: torch.Tensor) -> torch.Tensor:
+    """E5M2 bytes of ``values``: clamped to +-57344, infinities too, rounded to nearest, ties to even.
+
+    NaN becomes 0x7F with its sign bit. From 2**-14 on, the two mantissa bits are the float32's upper ones, rounded at
+    bit 21, and the exponent bias goes from 127 to 15. Below, the code is the number of steps of 2**-16.
+
+    Args:
+        values: float32, any shape.
+
+    Returns:
+        uint8 of the same shape.
+    """
+    bits = values.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    clamped = magnitude.clamp(max=0x47600000)  # 57344.0
+    steps = torch.round(clamped.view(torch.float32) * 65536.0).to(torch.int32)
+    small = clamped < 0x38800000  # 2**-14
+    code = ((clamped + 0xFFFFF + ((clamped >> 21) & 1)) >> 21) - ((127 - 15) << 2)
+    code = torch.where(small, steps, code)
+    code = torch.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(torch.uint8)
+
+
+# -- Toward zero --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Eight:
+    """One 8-bit floating type: bits of its mantissa, its exponent bias and the byte of its largest finite number."""
+
+    mantissa: int
+    bias: int
+    largest: int
+
+
+_E4M3, _E5M2 = _Eight(3, 7, 0x7E), _Eight(2, 15, 0x7B)
+
+
+def _toward_zero(values: torch.Tensor, kind: _Eight) -> torch.Tensor:
+    """8-bit bytes of float32 ``values``: the largest byte whose magnitude is not above, and the sign.
+
+    Beyond the range, infinities included, the largest finite number of that sign. A zero is 0x00 whatever its sign, and
+    NaN is the largest finite number, positive whatever its sign.
+    """
+    bits = values.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    below, least = 23 - kind.mantissa, 128 - kind.bias
+    largest = ((kind.largest << below) + ((127 - kind.bias) << 23)) & 0x7FFFFFFF
+    clamped = magnitude.clamp(max=largest)
+    # A number below the normal range is a count of steps: its significand, shifted by how far its exponent is below.
+    shift = (least - (clamped >> 23)).clamp(0, 23 + 1) + below
+    steps = torch.where(shift < 31, ((clamped & 0x7FFFFF) | 0x800000) >> shift.clamp(max=30), 0)
+    code = torch.where((clamped >> 23) < least, steps, (clamped >> below) - ((127 - kind.bias) << kind.mantissa))
+    code = torch.where(magnitude == 0, 0, code | ((bits >> 24) & 0x80))
+    return torch.where(magnitude > 0x7F800000, kind.largest, code).to(torch.uint8)
+
+
+def encode_e4m3_toward_zero(values: torch.Tensor) -> torch.Tensor:
+    """E4M3 bytes of float32 ``values``, rounded toward zero; zeros are 0x00, NaN 0x7E, beyond the range 0x7E or 0xFE.
+
+    Below 2**-6 the number is first rounded to a multiple of 2**-29, ties to even: the kernel of vLLM's CPU backend
+    scales it by 2**-120 in float32 before it cuts the bits off, and that product is subnormal.
+    """
+    small = values.abs() < 2.0**-6
+    # Exact: at most 23 significant bits are left, and both factors are powers of two.
+    rounded = torch.round(values.double() * 2.0**29) * 2.0**-29
+    return _toward_zero(torch.where(small, rounded.float(), values), _E4M3) | torch.where(
+        small & (values < 0), 0x80, 0
+    ).to(torch.uint8)
+
+
+def encode_e5m2_toward_zero(values: torch.Tensor) -> torch.Tensor:
+    """E5M2 bytes of float32 ``values``, rounded toward zero; zeros are 0x00, NaN 0x7B, beyond range 0x7B or 0xFB."""
+    return _toward_zero(values, _E5M2)
 
 
 # -- Our own formats ----------------------------------------------------------------------------------------------
@@ -401,45 +503,149 @@ class CpuAttn16:
         return _sixteen_bits(cells.k, self.dtype), _sixteen_bits(cells.v, self.dtype)
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
-        tiles, rows, heads, offset = self._tiles(cache, slots)
-        k = tiles[rows, heads, self.layout.k[offset][:, None, :]]
-        v = tiles[rows, heads, self.layout.v[offset][:, None, :]]
-        return Cells(k=k.view(torch.uint8), v=v.view(torch.uint8))
+        return _read_tiles(cache, slots, self.layout, torch.int16, self.name)
 
     def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
-        tiles, rows, heads, offset = self._tiles(cache, slots)
-        tiles[rows, heads, self.layout.k[offset][:, None, :]] = cells.k.contiguous().view(torch.int16)
-        tiles[rows, heads, self.layout.v[offset][:, None, :]] = cells.v.contiguous().view(torch.int16)
+        _place_tiles(cache, slots, cells, self.layout, torch.int16, self.name)
 
-    def _tiles(
-        self, cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The cache as int16 ``[blocks, heads, elements of a tile]``, and where the cells of ``slots`` lie in it."""
-        layout = self.layout
-        tile = (layout.block_size, 2 * layout.head_size)
-        if cache.dim() != 4 or cache.element_size() != 2 or tuple(cache.shape[2:]) != tile:
-            raise FormatError(
-                f"found a cache of {cache.dtype} {tuple(cache.shape)}, expected 16-bit "
-                f"[blocks, heads, {layout.block_size}, {2 * layout.head_size}], for format {self.name!r}"
-            )
-        if not cache[0, 0].is_contiguous():
-            raise FormatError(
-                f"found tile strides {cache.stride()[2:]}, expected a dense tile, for format {self.name!r}"
-            )
-        tiles = cache.view(torch.int16).flatten(2)
-        block, offset = _slots(cache, slots)
-        heads = torch.arange(cache.shape[1])[None, :, None]
-        return tiles, block[:, None, None], heads, offset
+
+def _read_tiles(
+    cache: torch.Tensor, slots: torch.Tensor, layout: LayoutPermutation, word: torch.dtype, name: str
+) -> Cells:
+    tiles, rows, heads, offset = _tiles(cache, slots, layout, word, name)
+    k = tiles[rows, heads, layout.k[offset][:, None, :]]
+    v = tiles[rows, heads, layout.v[offset][:, None, :]]
+    return Cells(k=k.view(torch.uint8), v=v.view(torch.uint8))
+
+
+def _place_tiles(
+    cache: torch.Tensor, slots: torch.Tensor, cells: Cells, layout: LayoutPermutation, word: torch.dtype, name: str
+) -> None:
+    tiles, rows, heads, offset = _tiles(cache, slots, layout, word, name)
+    tiles[rows, heads, layout.k[offset][:, None, :]] = cells.k.contiguous().view(word)
+    tiles[rows, heads, layout.v[offset][:, None, :]] = cells.v.contiguous().view(word)
+
+
+def _tiles(
+    cache: torch.Tensor, slots: torch.Tensor, layout: LayoutPermutation, word: torch.dtype, name: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cache as ``word`` ``[blocks, heads, elements of a tile]``, and where the cells of ``slots`` lie in it."""
+    tile = (layout.block_size, 2 * layout.head_size)
+    if cache.dim() != 4 or cache.element_size() != word.itemsize or tuple(cache.shape[2:]) != tile:
+        raise FormatError(
+            f"found a cache of {cache.dtype} {tuple(cache.shape)}, expected {8 * word.itemsize}-bit "
+            f"[blocks, heads, {layout.block_size}, {2 * layout.head_size}], for format {name!r}"
+        )
+    if not cache[0, 0].is_contiguous():
+        raise FormatError(f"found tile strides {cache.stride()[2:]}, expected a dense tile, for format {name!r}")
+    tiles = cache.view(word).flatten(2)
+    block, offset = _slots(cache, slots)
+    heads = torch.arange(cache.shape[1])[None, :, None]
+    return tiles, block[:, None, None], heads, offset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuAttn8:
+    """vLLM's stock CPU cache with 8-bit K and V: one byte an element, permuted inside each tile by ``layout``.
+
+    ``kind`` is ``e4m3`` or ``e5m2``. As defined, an element is the nearest byte, ties to even, of the float32 quotient
+    of K (V) and its scale; beyond the range it is the largest finite number, and NaN is NaN. With ``toward_zero`` it
+    is what ``cpu_attn_reshape_and_cache`` of vLLM 0.32.0 was found to write for each of the 65,536 inputs: K (V) is
+    multiplied by the float32 reciprocal of the scale, and bits that do not fit are cut off
+    (:func:`encode_e4m3_toward_zero`, :func:`encode_e5m2_toward_zero`).
+    """
+
+    layout: LayoutPermutation
+    kind: str
+    toward_zero: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    k_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("e4m3", "e5m2"):
+            raise FormatError(f"found the 8-bit type {self.kind!r}, expected e4m3 or e5m2, for a stock CPU cache")
+        _sixteen(self.dtype, self.name)
+
+    @property
+    def name(self) -> str:
+        return f"cpu-attn-fp8-{self.kind}{'-toward-zero' if self.toward_zero else ''}"
+
+    @property
+    def k_bytes(self) -> int:
+        return 1
+
+    @property
+    def v_bytes(self) -> int:
+        return 1
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor, v_scale: float) -> Cells:
+        _same(key, value, self.dtype, self.name)
+        return Cells(k=self._bytes(key, self.k_scale), v=self._bytes(value, v_scale))
+
+    def _bytes(self, values: torch.Tensor, scale: float) -> torch.Tensor:
+        divisor = torch.tensor(_scale(scale), dtype=torch.float32)
+        if self.toward_zero:
+            scaled = values.float() * (1 / divisor)
+            return encode_e4m3_toward_zero(scaled) if self.kind == "e4m3" else encode_e5m2_toward_zero(scaled)
+        quotient = values.float() / divisor
+        return encode_e4m3(quotient) if self.kind == "e4m3" else encode_e5m2(quotient)
+
+    def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        table = e4m3_values() if self.kind == "e4m3" else e5m2_values()
+        return table[cells.k.long()] * _scale(self.k_scale), table[cells.v.long()] * _scale(v_scale)
+
+    def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
+        return _read_tiles(cache, slots, self.layout, torch.uint8, self.name)
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        _place_tiles(cache, slots, cells, self.layout, torch.uint8, self.name)
+
+
+# -- A format without a declaration -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Undeclared:
+    """A format of which nothing is declared: whatever asks what a cell must hold gets a ``FormatError``."""
+
+    name: str
+
+    @property
+    def k_bytes(self) -> int:
+        raise self._error()
+
+    @property
+    def v_bytes(self) -> int:
+        raise self._error()
+
+    def encode(self, key: torch.Tensor, value: torch.Tensor, v_scale: float) -> Cells:
+        raise self._error()
+
+    def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        raise self._error()
+
+    def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
+        raise self._error()
+
+    def place(self, cache: torch.Tensor, slots: torch.Tensor, cells: Cells) -> None:
+        raise self._error()
+
+    def _error(self) -> FormatError:
+        return FormatError(not_established(self.name, "what a cell holds"))
+
+
+_NAMES = ("k16v16", "k16v8", "k8v8", "k8v8-inline", *(name for name in DECLARED if name.startswith("cpu-attn")))
+_CPU_ATTN_8 = "cpu-attn-fp8-"
 
 
 def declared(name: str, *, dtype: torch.dtype = torch.bfloat16, layout: LayoutPermutation | None = None) -> Format:
     """The format that a study names.
 
     Args:
-        name: ``k16v16``, ``k16v8``, ``k8v8``, ``k8v8-inline`` or ``cpu-attn-bf16``. ``k8v8`` comes with a K scale of 1
-            and no head factors; build ``K8V8`` for others.
-        dtype: The 16-bit dtype of K, and of V where it has 16 bits.
-        layout: The tile permutation; required by ``cpu-attn-bf16`` and by no other.
+        name: A name of :data:`~pytest_kvqual.kv.declarations.DECLARED`, or ``k8v8-inline``. ``k8v8`` comes with a K
+            scale of 1 and no head factors; build ``K8V8`` for others.
+        dtype: The 16-bit dtype of K and V as they come, and of what has 16 bits in the cache.
+        layout: The tile permutation; required by the formats of the stock CPU cache (``cpu-attn-…``) and by no other.
 
     Raises:
         StudyError: The name is not declared here.
@@ -453,40 +659,89 @@ def declared(name: str, *, dtype: torch.dtype = torch.bfloat16, layout: LayoutPe
         return K8V8(dtype=dtype)
     if name == "k8v8-inline":
         return K8V8Inline(dtype=dtype)
+    if name not in _NAMES:
+        raise StudyError(f"found KV format {name!r}, expected one of {', '.join(_NAMES)}")
+    if layout is None:
+        raise FormatError(f"found no layout, expected the probed one, for format {name!r}")
     if name == "cpu-attn-bf16":
-        if layout is None:
-            raise FormatError("found no layout, expected the probed one, for format 'cpu-attn-bf16'")
         return CpuAttn16(dtype=dtype, layout=layout)
-    raise StudyError(f"found KV format {name!r}, expected one of k16v16, k16v8, k8v8, k8v8-inline, cpu-attn-bf16")
+    kind, _, rounding = name.removeprefix(_CPU_ATTN_8).partition("-")
+    return CpuAttn8(kind=kind, toward_zero=rounding == "toward-zero", dtype=dtype, layout=layout)
+
+
+def nan_cells(fmt: Format, shape: tuple[int, int, int], dtype: torch.dtype, v_scale: float) -> Cells:
+    """Cells ``[T, heads, head_size]`` that read as NaN in every element, where the format has a NaN at all.
+
+    The write path of some backend makes no NaN of one; what a cell holds that it did not write can be one nevertheless.
+    """
+    if isinstance(fmt, CpuAttn8):
+        return Cells(k=torch.full(shape, 0x7F, dtype=torch.uint8), v=torch.full(shape, 0x7F, dtype=torch.uint8))
+    one = torch.full(shape, math.nan, dtype=dtype)
+    return fmt.encode(one, one, v_scale)
+
+
+def needs_layout(name: str) -> bool:
+    """Whether :func:`declared` needs the tile permutation that :func:`probe_layout` finds."""
+    return name.startswith("cpu-attn")
 
 
 # -- Probes -------------------------------------------------------------------------------------------------------
 
-_DIGIT = 128  # codes 1..128 and their negatives are exact in bfloat16 and float16
+
+@dataclass(frozen=True, slots=True)
+class _Alphabet:
+    """Positive numbers that a cache keeps exactly, ascending, and what each stored element stands for.
+
+    ``stored(tile)`` gives float64 of a raw tile. With them a probe can write an index digit by digit.
+    """
+
+    letters: torch.Tensor
+    stored: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _alphabet(name: str) -> _Alphabet:
+    if name == "cpu-attn-bf16":
+        # Codes 1..128 and their negatives are exact in bfloat16 and float16.
+        return _Alphabet(torch.arange(1, 129, dtype=torch.float64), lambda tile: tile.double())
+    table = e4m3_values() if "e4m3" in name else e5m2_values()
+    # Two mantissa bits and exponents from -4 to 3: normal numbers of both 8-bit types, however they round.
+    letters = torch.tensor(
+        [math.ldexp(4 + mantissa, exponent - 2) for exponent in range(-4, 4) for mantissa in range(4)]
+    )
+    return _Alphabet(letters.double(), lambda tile: table[tile.view(torch.uint8).long()].double())
 
 
 def probe_layout(
-    write: Write, *, head_size: int, block_size: int, kv_heads: int, dtype: torch.dtype = torch.bfloat16
+    write: Write,
+    *,
+    head_size: int,
+    block_size: int,
+    kv_heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "cpu-attn-bf16",
 ) -> LayoutPermutation:
-    """Finds the tile permutation of a backend whose cells keep the bits of 16-bit K and V.
+    """Finds the tile permutation of a backend whose cells keep the bits of 16-bit K and V, or one byte for each.
 
-    The linear index ``offset * head_size + element`` is written in base-128 digits, one pass per digit, K as 1..128 and
-    V as -1..-128; 0 marks an element that was not written. The permutation is then checked on random bits over several
-    blocks and heads in shuffled slot order.
+    The linear index ``offset * head_size + element`` is written in digits, one pass per digit: K as a positive and V as
+    a negative number that the cache keeps exactly; 0 marks an element that was not written. The permutation is then
+    checked on random numbers that the cache keeps exactly, over several blocks and heads in shuffled slot order. How
+    other numbers are rounded plays no part.
 
     Args:
-        write: The backend's own update; called on scratch caches only.
+        write: The backend's own update with scales of 1; called on scratch caches only.
         head_size: Elements of one K or V vector.
         block_size: Positions of one block.
         kv_heads: Heads of the scratch caches.
-        dtype: The 16-bit dtype of K, V and the scratch caches.
+        dtype: The 16-bit dtype of K and V, and of a scratch cache that has 16 bits.
+        name: The format: ``cpu-attn-bf16``, or one with 8 bits (``cpu-attn-fp8-…``).
 
     Raises:
-        FormatError: The elements do not map one to one onto the tile, heads or blocks differ, or random bits do not
+        FormatError: The elements do not map one to one onto the tile, heads or blocks differ, or random numbers do not
             read back.
     """
     _sixteen(dtype, "a probed layout")
-    size = block_size * head_size
+    alphabet, size = _alphabet(name), block_size * head_size
+    letters, base = alphabet.letters, alphabet.letters.numel()
     slots = torch.arange(block_size) + block_size  # block 1: block 0 stays untouched and is checked
     linear = torch.arange(size).view(block_size, 1, head_size).expand(block_size, kv_heads, head_size)
     found_k = torch.zeros(kv_heads, 2 * size, dtype=torch.int64)
@@ -494,49 +749,56 @@ def probe_layout(
     weight = 1
     is_k = is_v = torch.zeros(0)
     while weight < size:
-        digit = (linear // weight) % _DIGIT
-        cache = torch.zeros(3, kv_heads, block_size, 2 * head_size, dtype=dtype)
-        write((digit + 1).to(dtype), (-(digit + 1)).to(dtype), cache, slots)
+        written = letters[(linear // weight) % base].to(dtype)
+        cache = torch.zeros(3, kv_heads, block_size, 2 * head_size, dtype=stored_as(name, dtype))
+        write(written, -written, cache, slots)
         if bool((cache[0] != 0).any()) or bool((cache[2] != 0).any()):
             raise FormatError("found writes outside block 1, expected none, while probing the cache layout")
-        tile = cache[1].flatten(1).double()
+        tile = alphabet.stored(cache[1].flatten(1))
         is_k, is_v = tile > 0, tile < 0
-        code = tile.abs()
-        if not bool(((code == code.round()) & (code <= _DIGIT)).all()):
+        code = torch.searchsorted(letters, tile.abs().contiguous()).clamp(max=base - 1)
+        if not bool(((tile == 0) | (letters[code] == tile.abs())).all()):
             raise FormatError(
                 "found a value that was not written, expected the bits of K and V, while probing the cache layout"
             )
-        found_k += torch.where(is_k, (code.long() - 1) * weight, 0)
-        found_v += torch.where(is_v, (code.long() - 1) * weight, 0)
-        weight *= _DIGIT
+        found_k += torch.where(is_k, code * weight, 0)
+        found_v += torch.where(is_v, code * weight, 0)
+        weight *= base
     layouts = []
-    for name, mask, found in (("K", is_k, found_k), ("V", is_v, found_v)):
+    for which, mask, found in (("K", is_k, found_k), ("V", is_v, found_v)):
         index = torch.full((kv_heads, size), -1, dtype=torch.int64)
         for head in range(kv_heads):
             physical = mask[head].nonzero().flatten()
             logical = found[head][physical]
             if physical.numel() != size or not torch.equal(logical.sort().values, torch.arange(size)):
                 raise FormatError(
-                    f"found {len(set(logical.tolist()))} distinct {name} elements at {physical.numel()} places of head "
-                    f"{head}, expected {size} at {size}, while probing the cache layout"
+                    f"found {len(set(logical.tolist()))} distinct {which} elements at {physical.numel()} places of"
+                    f" head {head}, expected {size} at {size}, while probing the cache layout"
                 )
             index[head, logical] = physical
         if not bool((index == index[0]).all()):
-            raise FormatError(f"found {name} layouts that differ by head, expected one, while probing the cache layout")
+            raise FormatError(
+                f"found {which} layouts that differ by head, expected one, while probing the cache layout"
+            )
         layouts.append(index[0].view(block_size, head_size).contiguous())
     layout = LayoutPermutation(k=layouts[0], v=layouts[1])
-    _verify_layout(write, layout, kv_heads, dtype)
+    _verify_layout(write, layout, kv_heads, dtype, name)
     return layout
 
 
-def _verify_layout(write: Write, layout: LayoutPermutation, kv_heads: int, dtype: torch.dtype) -> None:
+def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a stock CPU cache of that format, for K and V of ``dtype``."""
+    return dtype if name == "cpu-attn-bf16" else torch.uint8
+
+
+def _verify_layout(write: Write, layout: LayoutPermutation, kv_heads: int, dtype: torch.dtype, name: str) -> None:
     generator = torch.Generator().manual_seed(20)
     blocks = 5
-    fmt = CpuAttn16(layout=layout, dtype=dtype)
-    cache = torch.zeros(blocks, kv_heads, layout.block_size, 2 * layout.head_size, dtype=dtype)
+    fmt = declared(name, layout=layout, dtype=dtype)
+    cache = torch.zeros(blocks, kv_heads, layout.block_size, 2 * layout.head_size, dtype=stored_as(name, dtype))
     slots = torch.randperm(blocks * layout.block_size, generator=generator)[: 3 * layout.block_size + 1]
     shape = (slots.numel(), kv_heads, layout.head_size)
-    key, value = (_random_bits(shape, dtype, generator) for _ in range(2))
+    key, value = (_exact(fmt, shape, dtype, generator) for _ in range(2))
     write(key, value, cache, slots)
     k_bad, v_bad = fmt.read(cache, slots).unequal(fmt.encode(key, value, 1.0))
     if bool(k_bad.any()) or bool(v_bad.any()):
@@ -549,6 +811,64 @@ def _verify_layout(write: Write, layout: LayoutPermutation, kv_heads: int, dtype
     rest = fmt.read(cache, (~written).nonzero().flatten())
     if bool(rest.k.any()) or bool(rest.v.any()):
         raise FormatError("found writes to slots that were not given, expected none, while verifying the cache layout")
+
+
+def _exact(fmt: Format, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers of ``dtype`` that ``fmt`` keeps exactly: any finite one, but for a negative zero in 8 bits."""
+    if not isinstance(fmt, CpuAttn8):
+        return _random_bits(shape, dtype, generator)
+    table = e4m3_values() if fmt.kind == "e4m3" else e5m2_values()
+    kept = table[table.isfinite() & (table != 0)]
+    return kept[torch.randint(0, kept.numel(), shape, generator=generator)].to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """Inputs of one 16-bit dtype for which a backend writes other bytes than the declared encoding dictates.
+
+    Of ``inputs`` numbers (every bit pattern), ``finite`` and ``not_finite`` are the finite and the other ones that
+    deviate, in K or in V. ``first``: the input, the byte that was found and the one that was expected, of up to eight.
+    """
+
+    inputs: int
+    finite: int
+    not_finite: int
+    first: tuple[tuple[float, int, int], ...]
+
+
+def probe_encoding(write: Write, fmt: CpuAttn8, *, kv_heads: int, v_scale: float = 1.0) -> dict[str, Deviation]:
+    """Compares the bytes that ``write`` stores with the declared ones, for every bit pattern of ``fmt.dtype``.
+
+    Args:
+        write: The backend's own update with ``fmt.k_scale`` and ``v_scale``; called on a scratch cache only.
+        fmt: The declared encoding, with its layout.
+        kv_heads: Heads of the scratch cache.
+        v_scale: The scale of V.
+
+    Returns:
+        The deviations of ``"k"`` and of ``"v"``.
+    """
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(fmt.dtype)
+    row = kv_heads * fmt.layout.head_size
+    count = -(-every.numel() // row)
+    padded = torch.cat([every, every.new_zeros(count * row - every.numel())]).view(count, kv_heads, -1)
+    blocks = -(-count // fmt.layout.block_size)
+    cache = torch.zeros(blocks, kv_heads, fmt.layout.block_size, 2 * fmt.layout.head_size, dtype=torch.uint8)
+    slots = torch.arange(count)
+    write(padded, padded, cache, slots)
+    found, expected = fmt.read(cache, slots), fmt.encode(padded, padded, v_scale)
+    result = {}
+    for which, got, wanted in (("k", found.k, expected.k), ("v", found.v, expected.v)):
+        wrong = (got != wanted).flatten()[: every.numel()]
+        finite = every.isfinite()
+        at = wrong.nonzero().flatten()[:8].tolist()
+        result[which] = Deviation(
+            inputs=every.numel(),
+            finite=int((wrong & finite).sum()),
+            not_finite=int((wrong & ~finite).sum()),
+            first=tuple((float(every[i]), int(got.flatten()[i]), int(wanted.flatten()[i])) for i in at),
+        )
+    return result
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

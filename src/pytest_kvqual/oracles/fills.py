@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from pytest_kvqual.kv.formats import Cells, Format
+from pytest_kvqual.kv.formats import Cells, Format, nan_cells
 from pytest_kvqual.oracles.findings import Tally
 from pytest_kvqual.oracles.step import NO_SLOT, StepPlan
 
@@ -66,11 +66,12 @@ def contents(
     """What ``count`` cells are filled with, by the fill's name. ``other`` (at least one cell) is repeated as needed."""
     shape = (count, kv_heads, head_size)
     index = torch.arange(count) % other.k.shape[0]
-    fills = {"other-request": Cells(k=other.k[index], v=other.v[index])}
-    for name, value in (("nan", float("nan")), ("large", LARGE)):
-        one = torch.full(shape, value, dtype=dtype)
-        fills[name] = codec.encode(one, one, v_scale)
-    return fills
+    large = torch.full(shape, LARGE, dtype=dtype)
+    return {
+        "other-request": Cells(k=other.k[index], v=other.v[index]),
+        "nan": nan_cells(codec, shape, dtype, v_scale),
+        "large": codec.encode(large, large, v_scale),
+    }
 
 
 def changed_rows(before: torch.Tensor, after: torch.Tensor, rows: int) -> torch.Tensor:

@@ -8,6 +8,8 @@ captured graph) tells it, in this order:
 
 A window never raises on wrong metadata or tensors; it records findings, each in the section of the gate that must make
 it. It opens with no request in flight.
+
+Of a format without a declaration only maps, slots and rows are checked; what needs a cell's content counts nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pytest_kvqual.errors import FormatError
-from pytest_kvqual.kv.formats import Cells, Format
+from pytest_kvqual.kv.formats import Cells, Format, Undeclared
 from pytest_kvqual.kv.ledger import Ledger
 from pytest_kvqual.oracles import fills, fingerprints, maps, outputs, placement, reproducer, routing
 from pytest_kvqual.oracles.findings import Tally
@@ -144,6 +146,7 @@ class Window:
     ) -> None:
         self._layers = {view.name: _Layer(view=view, number=number) for number, view in enumerate(layers)}
         self._first = layers[0]
+        self._declared = not isinstance(self._first.codec, Undeclared)
         self._block_size = block_size
         self._rounding = rounding
         self._probe = probe
@@ -531,6 +534,13 @@ class Window:
             )
             write(key, value)
             return
+        if not self._declared:
+            routing.check_slot_mapping(tally, plan, layer=layer, slot_mapping=slot_mapping)
+            self._conditions["padding"] += slot_mapping.numel() > rows
+            self._map_now = (slot_mapping.tolist(),)
+            write(key, value)
+            self._updated.add(layer)
+            return
         key, value = key.view(-1, view.kv_heads, view.head_size), value.view(-1, view.kv_heads, view.head_size)
         if self._probe:
             key, value = self._fingerprints(plan, here, key, value)
@@ -687,6 +697,8 @@ class Window:
         table = block_table.cpu()
         lengths, row_starts = seq_lens.cpu(), query_start_loc.cpu()
         self._check_maps(layer, plan, table, lengths, row_starts)
+        if not self._declared:
+            return run(query, key, value)
         self._check_history(layer, plan, view, table)
         history = self._decoded(layer, plan, view)
         asked = query[:rows].reshape(rows, view.query_heads, view.head_size).clone()
@@ -1024,7 +1036,8 @@ class Window:
         """Compares the whole pool a last time and returns the record of the window."""
         touched = self._shadow.blocks
         for name, layer in self._layers.items():
-            self._compare(name)
+            if self._declared:
+                self._compare(name)
             if not layer.initial.numel():
                 continue
             sums = block_sums(layer.view.cache)

@@ -14,8 +14,10 @@ import torch
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.kv import formats
+from pytest_kvqual.kv.declarations import is_declared
 from pytest_kvqual.oracles.window import LayerView
 from pytest_kvqual.worker import identity, pool, scales, settings
+from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.dispatch import DispatchReader, backend_name
 from pytest_kvqual.worker.step_inputs import StepInputs
 from pytest_kvqual.worker.taps import OracleTaps, layer_order
@@ -49,7 +51,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self._kvqual_inputs: StepInputs | None = None
         self._kvqual_caches: dict[str, torch.Tensor] = {}
         self._kvqual_formats: dict[str, formats.Format] = {}
-        self._kvqual_bytes: dict[str, tuple[float, float]] = {}
+        self._kvqual_bytes: dict[str, tuple[float | None, float | None]] = {}
         self._kvqual_loaded: dict[str, str] = {}
         self._kvqual_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._kvqual_scales: dict[str, list[dict[str, object]]] = {}
@@ -89,9 +91,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self._kvqual_caches[name] = cache
             self._kvqual_formats[name] = self._declared_format(layer, cache)
             # Before after_init: this is what the backend itself stores. Where its writes go is for routing to say.
-            self._kvqual_bytes[name] = formats.observe_bytes(
-                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=self.model_config.dtype
-            )
+            self._kvqual_bytes[name] = self._observed_bytes(layer, cache)
         self._kvqual_scales["before_warmup"] = scales.snapshot(self.kvqual_layers())
         for path in self.kvqual_config.after_init:
             resolve(path)(self)
@@ -174,19 +174,49 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
     def _declared_format(self, layer: Any, cache: torch.Tensor) -> formats.Format:
         name = self.kvqual_config.kv_format
         dtype = self.model_config.dtype
-        if name != "cpu-attn-bf16":
+        if not is_declared(name):
+            return formats.Undeclared(name=name)
+        if not formats.needs_layout(name):
             return formats.declared(name, dtype=dtype)
         # The stock cache is permuted inside each tile by the kernel's instruction path: derive it once.
         if self._kvqual_formats:
             return next(iter(self._kvqual_formats.values()))
-        layout = formats.probe_layout(
-            self._writer(layer),
-            head_size=layer.impl.head_size,
-            block_size=self.kvqual_block_size(),
-            kv_heads=layer.impl.num_kv_heads,
-            dtype=dtype,
-        )
+        if cache.element_size() != formats.stored_as(name, dtype).itemsize:
+            raise WorkerError(
+                f"layer {self._kvqual_name(layer)}: found a cache of {cache.dtype}, expected"
+                f" {formats.stored_as(name, dtype)} for the KV format {name}: give the arm the flag --kv-cache-dtype"
+                " that stores it"
+            )
+        held = Attributes()
+        try:
+            # Numbers that the cache keeps exactly are exact only where nothing is scaled.
+            for which in ("_k_scale_float", "_v_scale_float"):
+                held.replace(layer, which, 1.0)
+            layout = formats.probe_layout(
+                self._writer(layer),
+                head_size=layer.impl.head_size,
+                block_size=self.kvqual_block_size(),
+                kv_heads=layer.impl.num_kv_heads,
+                dtype=dtype,
+                name=name,
+            )
+        finally:
+            held.restore()
         return formats.declared(name, dtype=dtype, layout=layout)
+
+    def _kvqual_name(self, layer: Any) -> str:
+        return next(name for name, other in self.kvqual_layers().items() if other is layer)
+
+    def _observed_bytes(self, layer: Any, cache: torch.Tensor) -> tuple[float | None, float | None]:
+        """Bytes per element of K and of V; None of each where nothing is declared and nothing can be observed."""
+        try:
+            return formats.observe_bytes(
+                self._writer(layer), like=cache, head_size=layer.impl.head_size, dtype=self.model_config.dtype
+            )
+        except Exception:
+            if is_declared(self.kvqual_config.kv_format):
+                raise
+            return None, None
 
     def _writer(self, layer: Any) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]:
         def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -305,3 +306,32 @@ def test_a_fault_run_twice_is_a_miss(make: Any) -> None:
 def test_loopback(address: str, expected: bool) -> None:
     """Only loopback IP addresses are loopback, mapped ones included."""
     assert identity.loopback(address) is expected
+
+
+def test_a_format_without_a_declaration(make: Any) -> None:
+    """Bytes per element stay open in one line, and what else is wrong is still found; neither passes."""
+    study = make.study()
+    arm = replace(study.arms["candidate"], kv_format="turboquant_k8v4")
+    study = replace(study, arms={**study.arms, "candidate": arm})
+    document = make.identity(study, "candidate")
+    for layer in document["ranks"][0]["layers"]:
+        layer["k_bytes_per_element"] = layer["v_bytes_per_element"] = None
+    assert _decided(make, study, document).outcome is Outcome.INCONCLUSIVE
+    (line,) = _decided(make, study, document).findings
+    assert line.startswith("rule 5: found no declaration of the KV format 'turboquant_k8v4', expected one of k16v16, ")
+    assert line.endswith("K and V bytes per element could not be established")
+    document["ranks"][0]["pool_bytes"] = 10**9
+    assert _decided(make, study, document).outcome is Outcome.FAIL
+
+
+def _decided(make: Any, study: Any, document: dict[str, Any]) -> Verdict:
+    return identity.judge(
+        study,
+        "candidate",
+        cache_bytes=4096,
+        scales=make.scales,
+        candidate=document,
+        null=make.identity(study, "native"),
+        poison=poison_of(make, study, "candidate"),
+        faults=FAULTS,
+    )

@@ -495,3 +495,26 @@ def test_replay_compares_every_row_of_a_pass_with_fills(make: Any) -> None:
     verdict = decide(make, "replay", candidate=damaged(make, (*RANK, "replay", "rows_compared"), fewer))
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert says(verdict, "1 rows were compared, expected 48, the rows of the pass in all layers")
+
+
+# -- formats without a declaration -----------------------------------------------------------------------------------
+
+
+def undeclared(make: Any, name: str) -> Study:
+    """The study with one arm of a format of which nothing is declared."""
+    study: Study = make.study()
+    return replace(study, arms={**study.arms, name: replace(study.arms[name], kv_format="turboquant_k8v4")})
+
+
+@pytest.mark.parametrize("arm", ["candidate", "native"])
+def test_a_format_without_a_declaration(make: Any, gate: str, arm: str) -> None:
+    """A gate that needs the declaration says in one line what stays open; stale-maps needs none, and passes."""
+    verdict = decide(make, gate, study=undeclared(make, arm))
+    if gate == "stale-maps":
+        assert verdict.outcome is Outcome.PASS
+        return
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert verdict.findings == (verdict.figure,)
+    assert verdict.figure.startswith(f"arm '{arm}': found no declaration of the KV format 'turboquant_k8v4', expected ")
+    assert verdict.figure.endswith("could not be established")
+    assert verdict.poison == ()

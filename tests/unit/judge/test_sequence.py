@@ -247,3 +247,40 @@ def test_no_receipts_at_all(make: Any) -> None:
         "missing",
     ]
     assert settle(make, [], gate="identity").complete
+
+
+# -- formats without a declaration -----------------------------------------------------------------------------------
+
+
+def undeclared(make: Any) -> Any:
+    """The study with a candidate of a format of which nothing is declared."""
+    study = make.study()
+    arm = replace(study.arms["candidate"], kv_format="int8_per_token_head")
+    return replace(study, arms={**study.arms, "candidate": arm})
+
+
+def test_a_gate_does_not_rest_on_what_a_format_without_a_declaration_cannot_pass(make: Any) -> None:
+    """Identity and routing need a declaration; parity is decided without them, a timing gate and a pilot are not."""
+    study = undeclared(make)
+    assert required_before(study, "parity", "candidate") == ()
+    assert required_before(study, "parity", "candidate", whole=True) == ("identity", "routing")
+    assert required_before(study, "parity", "native") == ("identity", "routing")
+    assert required_before(study, "parity", "candidate-with-a-fault") == ("identity", "routing")
+    assert required_before(study, "trial", "candidate") == ("identity", "dispatch", "routing", "parity")
+
+
+def test_an_inconclusive_gate_of_such_an_arm_refuses_timing_alone(make: Any) -> None:
+    """Parity stands beside an inconclusive routing; what times, or asks for the whole chain, is refused by it."""
+    study, options = undeclared(make), {"implementation": IMPLEMENTATION, "digests": EVIDENCE.get}
+    open_gates = [
+        Receipt(gate=gate, sha256=letter * 64, outcome=Outcome.INCONCLUSIVE)
+        for gate, letter in (("identity", "a"), ("routing", "b"))
+    ]
+    receipts = [*open_gates, Receipt(gate="parity", sha256="c" * 64)]
+    assert standing(study, "parity", receipts, SCOPE, **options).complete  # type: ignore[arg-type]  # of a test
+    assert own(study, "parity", receipts, SCOPE, **options) is receipts[2]  # type: ignore[arg-type]  # of a test
+    for gate, whole in (("trial", False), ("parity", True)):
+        found = standing(study, gate, receipts, SCOPE, whole=whole, **options)  # type: ignore[arg-type]  # of a test
+        assert {(it.gate, it.kind) for it in found.refusals} >= {("identity", "failed"), ("routing", "failed")}
+    # The same receipts of a declared arm refuse parity too.
+    assert not standing(make.study(), "parity", receipts, SCOPE, **options).complete  # type: ignore[arg-type]  # of a test

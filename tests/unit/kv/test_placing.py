@@ -12,13 +12,15 @@ from pytest_kvqual.kv import formats
 from pytest_kvqual.kv.formats import Cells, Format
 
 BLOCKS, HEADS, BLOCK, SIZE = 5, 3, 4, 8
-FORMATS = ("k16v16", "k16v8", "k8v8", "k8v8-inline", "cpu-attn-bf16")
+FORMATS = (
+    "k16v16", "k16v8", "k8v8", "k8v8-inline", "cpu-attn-bf16", "cpu-attn-fp8-e4m3", "cpu-attn-fp8-e5m2-toward-zero",
+)  # fmt: skip
 
 
 def _codec(name: str) -> Format:
     order = torch.randperm(2 * BLOCK * SIZE, generator=torch.Generator().manual_seed(3)).view(2, BLOCK, SIZE)
     layout = formats.LayoutPermutation(k=order[0], v=order[1])
-    return formats.declared(name, layout=layout if name == "cpu-attn-bf16" else None)
+    return formats.declared(name, layout=layout if formats.needs_layout(name) else None)
 
 
 def _cache(name: str, *, strided: bool = False) -> torch.Tensor:

@@ -20,7 +20,9 @@ from pytest_kvqual.oracles import fingerprints, reproducer
 from pytest_kvqual.oracles import window as window_module
 from pytest_kvqual.oracles.window import CONDITIONS, SECTIONS
 
-FORMATS = ("k16v16", "k16v8", "cpu-attn-bf16", "k8v8", "k8v8-inline")
+FORMATS = (
+    "k16v16", "k16v8", "cpu-attn-bf16", "k8v8", "k8v8-inline", "cpu-attn-fp8-e4m3", "cpu-attn-fp8-e5m2-toward-zero",
+)  # fmt: skip
 FIRST, SECOND = "layers.0.attn", "layers.1.attn"
 ROWS = 25
 """Rows of the workload."""
@@ -1505,3 +1507,33 @@ def test_a_call_that_does_not_repeat_says_so_and_not_that_a_fill_did_it() -> Non
     record = driver.finish()
     assert set(record["replay"]["kinds"]) == {"not-repeatable"}
     assert record["replay"]["rows_compared"] == {"nan": 0, "large": 0, "other-request": 0}
+
+
+# -- formats without a declaration -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_without_a_declaration_maps_slots_and_rows_are_checked(probe: bool) -> None:
+    """Nothing is said of cells, outputs and fills; rows, maps and slots are checked as ever."""
+    record = _run(Driver(declared=False, probe=probe, fills=True))
+    assert findings(record) == {}
+    assert record["row_map"]["checked"] == ROWS
+    assert record["stale-maps"]["tables_compared"] > 0
+    assert record["layers"] == 2
+    for section, count in (("routing", "cells_checked"), ("routing", "writes_checked"), ("placement", "rows_checked")):
+        assert record[section][count] == 0
+    assert record["replay"]["cells_filled"] == 0
+
+
+def test_without_a_declaration_a_wrong_map_or_slot_is_found() -> None:
+    """A stale block table and a wrong slot need no declaration to be seen."""
+
+    def stale(maps: Maps) -> None:
+        maps.table[0, 0] += 1
+
+    assert set(findings(_run(Driver(declared=False, on_maps=_once(stale))))) == {"stale-maps"}
+
+    def moved(maps: Maps) -> None:
+        maps.slots[0] += 1
+
+    assert set(findings(_run(Driver(declared=False, on_maps=_once(moved))))) == {"routing"}

@@ -32,6 +32,9 @@ The rules of every oracle gate; rules 4 and 5 are the gate's own:
 10. Null: the control's document keeps rules 1 to 9 as its own arm.
 11. Poison: the oracle has findings, of a kind that is not waived, under each fault that the gate claims, in a record
     per rank of at least one step and one row. Every fault of ``faults`` was run.
+
+Where the KV format of the arm, or of the null's, has no declaration, a gate that needs one
+(:data:`pytest_kvqual.kv.declarations.NEED_DECLARATION`) is INCONCLUSIVE in one line, and looks at nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from dataclasses import dataclass, field
 from pytest_kvqual._decode import Table
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
-from pytest_kvqual.judge.verdict import Poison, Verdict
+from pytest_kvqual.judge.verdict import Outcome, Poison, Verdict
+from pytest_kvqual.kv.declarations import NEED_DECLARATION, is_declared, not_established
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import Panel
 from pytest_kvqual.tasks.completion import parse_answer
@@ -51,6 +55,12 @@ from pytest_kvqual.tasks.completion import parse_answer
 SCHEMA = 2
 GATES = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
 PROBE, ROTATED = "probe", "rotated"
+_OPEN: Mapping[str, str] = {
+    "routing": "what its cells must hold",
+    "shifted-outputs": "the attention over its cells",
+    "placement": "the attention over its cells",
+    "replay": "what fills its unwritten cells",
+}
 _KNOWN = ("schema", "passes", "poison")
 _PASS = ("name", "records", "wave")
 
@@ -121,6 +131,10 @@ def judge_oracle(
         faults: The names of the faults claimed by this gate that must have been run.
         panels: The requests of a pass, by its name, where they are not ``panel``.
     """
+    for name in (arm, null_arm):
+        if gate in NEED_DECLARATION and name in study.arms and not is_declared(study.arms[name].kv_format):
+            line = f"arm '{name}': {not_established(study.arms[name].kv_format, _OPEN[gate])}"
+            return Verdict(gate=gate, outcome=Outcome.INCONCLUSIVE, figure=line, findings=(line,))
     asked = dict(panels or {})
     own = _healthy(gate, study, panel, asked, candidate, section, minimums, arm=arm, origin="oracle")
     if null is None:

@@ -13,7 +13,8 @@ group as (address, port). The rules, for each rank where they speak of a record:
  3. Shape, dtype, strides and bytes of the physical cache are the same over all layers.
  4. No two layers share cache memory: distinct storages, or disjoint byte ranges of one. A layer is still bound to the
     cache that was made for it.
- 5. K bytes and V bytes per element, as observed, are the declared format's.
+ 5. K bytes and V bytes per element, as observed, are the declared format's. Of a format without a declaration
+    (:mod:`pytest_kvqual.kv.declarations`) this cannot be said: a gap.
  6. The pool is larger than 0, holds the layers' caches, and fits the budget in bytes.
  7. Every parameter was loaded as the weight files say and is the same now; none is missing on any side.
  8. Every copy of every scale, before warm-up, before graph capture and now, is bit-equal to the declared one: V as in
@@ -38,13 +39,11 @@ from pytest_kvqual._decode import Table
 from pytest_kvqual.errors import EvidenceError
 from pytest_kvqual.judge.gates._conclude import Objections, complete_poison, conclude, null_check
 from pytest_kvqual.judge.verdict import Poison, Verdict
+from pytest_kvqual.kv.declarations import DECLARED, not_established
 from pytest_kvqual.study.model import Arm, Study
 
 GATE = "identity"
 SCHEMA = 1
-
-FORMAT_BYTES: Mapping[str, tuple[int, int]] = {"k16v8": (2, 1), "k16v16": (2, 2), "cpu-attn-bf16": (2, 2)}
-"""K bytes and V bytes per element of each KV format that a study may declare."""
 
 CLAIMS: Mapping[str, frozenset[int]] = {
     "weights-altered": frozenset({7}),
@@ -292,10 +291,11 @@ def _span(layer: Table) -> int:
 
 
 def _bytes_per_element(result: Objections, arm: Arm, layers: Mapping[str, Table], where: str) -> None:
-    if arm.kv_format not in FORMAT_BYTES:
-        result.gap(5, f"found the KV format '{arm.kv_format}', expected one of {', '.join(FORMAT_BYTES)}")
+    declared = DECLARED.get(arm.kv_format)
+    if declared is None:
+        result.gap(5, not_established(arm.kv_format, "K and V bytes per element"))
         return
-    for which, expected in zip("kv", FORMAT_BYTES[arm.kv_format], strict=True):
+    for which, expected in (("k", declared.k_bytes), ("v", declared.v_bytes)):
         for name, layer in layers.items():
             found = layer.number(f"{which}_bytes_per_element", minimum=0)
             if found != expected:
