@@ -70,7 +70,7 @@ ROTATED: Final = "rotated"
 #: The conditions of the workload that the oracle counts, and that a study may insist on.
 CONDITIONS: Final = (
     "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
-    "prefix-hit", "resumed", "padding",
+    "prefix-hit", "resumed", "padding", "replayed",
 )  # fmt: skip
 #: The gates that time; each must say ``timing = true``.
 TIMING_GATES: Final = ("fidelity", "trial", "superiority")

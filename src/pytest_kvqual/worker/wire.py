@@ -22,6 +22,7 @@ _KEYS = {
     "pythonpath",
     "distribution",
 }
+_OPTIONAL = {"taps"}
 
 
 class WorkerError(RuntimeError):
@@ -32,7 +33,8 @@ class WorkerError(RuntimeError):
 class WorkerConfig:
     """What the server's command line tells the worker.
 
-    ``v_scales`` holds one float per attention layer in layer order, or None for an arm without frozen scales.
+    ``v_scales`` holds one float per attention layer in layer order, or None for an arm without frozen scales. With
+    ``taps`` the full graphs are captured with static taps in them: the server is then one for the oracles.
     """
 
     arm: str
@@ -44,6 +46,7 @@ class WorkerConfig:
     model_dir: Path
     pythonpath: tuple[str, ...]
     distribution: str
+    taps: bool = False
 
 
 def _strings(value: object, key: str) -> tuple[str, ...]:
@@ -67,8 +70,11 @@ def decode_config(additional_config: object) -> WorkerConfig:
     raw = additional_config.get(CONFIG_KEY) if isinstance(additional_config, Mapping) else None
     if not isinstance(raw, Mapping):
         raise WorkerError(f"additional_config has no mapping {CONFIG_KEY!r}; start the server through pytest-kvqual")
-    if set(raw) != _KEYS:
+    if set(raw) - _OPTIONAL != _KEYS:
         raise WorkerError(f"additional_config.{CONFIG_KEY} has the keys {sorted(raw)}, expected {sorted(_KEYS)}")
+    taps = raw.get("taps", False)
+    if not isinstance(taps, bool):
+        raise WorkerError(f"additional_config.{CONFIG_KEY}.taps is {taps!r}, expected true or false")
     scales = raw["v_scales"]
     if scales is not None:
         if not isinstance(scales, Sequence) or not all(isinstance(item, float) for item in scales):
@@ -84,6 +90,7 @@ def decode_config(additional_config: object) -> WorkerConfig:
         model_dir=Path(_string(raw["model_dir"], "model_dir")),
         pythonpath=_strings(raw["pythonpath"], "pythonpath"),
         distribution=_string(raw["distribution"], "distribution"),
+        taps=taps,
     )
 
 
