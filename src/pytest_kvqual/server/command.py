@@ -33,7 +33,12 @@ class Command:
 
 
 def worker_config(
-    selection: Selection, *, model: Path, v_scales: Sequence[float] | None = None, after_init: Sequence[str] = ()
+    selection: Selection,
+    *,
+    model: Path,
+    v_scales: Sequence[float] | None = None,
+    after_init: Sequence[str] = (),
+    taps: bool = False,
 ) -> dict[str, object]:
     """What the worker is told, JSON-ready.
 
@@ -42,6 +47,7 @@ def worker_config(
         model: The model folder.
         v_scales: One positive factor per layer, or None for an arm without scales.
         after_init: ``module:function`` pairs to call after the arm's own; seeded faults come in this way.
+        taps: The worker captures its graphs with the oracles' taps in them. Nothing is timed in such a server.
     """
     arm = selection.arm
     return {
@@ -54,7 +60,15 @@ def worker_config(
         "v_scales": None if v_scales is None else [float(scale) for scale in v_scales],
         "model_dir": str(model),
         "pythonpath": [str(path) for path in arm.pythonpath],
+        # Only where it is asked for: a server without taps is told nothing of them.
+        **({"taps": True} if taps else {}),
     }
+
+
+def captures_graphs(selection: Selection) -> bool:
+    """Whether the arm's engine may run its steps as captured graphs, which enter no Python when they are replayed."""
+    flags = (*selection.study.engine.flags, *selection.arm.flags)
+    return selection.study.platform == "gpu" and "--enforce-eager" not in flags
 
 
 def engine_arguments(

@@ -5,8 +5,8 @@ scales before warm-up and keeps what they were at three moments, digests the wei
 the oracle's taps on and off. Every ``kvqual_`` method returns JSON-ready values.
 
 One class stands on the CPU worker and on the GPU worker of vLLM, and on both of its model runners: where those differ
-is in :mod:`pytest_kvqual.worker.runner`. What a GPU alone has (its state, graphs, taps in them) is reported as absent on
-a CPU.
+is in :mod:`pytest_kvqual.worker.runner`. What only a GPU has (a state, graphs, taps in them) is reported as absent on a
+CPU.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self._kvqual_dispatch: DispatchReader | None = None
         self._kvqual_inputs: StepInputs | None = None
         self._kvqual_static: StaticTap | None = None
+        self._kvqual_eager = Attributes()
         self._kvqual_caches: dict[str, torch.Tensor] = {}
         self._kvqual_formats: dict[str, formats.Format] = {}
         self._kvqual_bytes: dict[str, tuple[float, float]] = {}
@@ -420,13 +421,27 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             catalogue = resolve("pytest_kvqual.faults.catalogue:lookup")
             plant = str(catalogue(fault))
         resolve(plant)(self)
+        self._kvqual_without_graphs()
         return {"planted": fault}
+
+    def _kvqual_without_graphs(self) -> None:
+        """While a fault is planted no step runs as a graph: a fault acts in Python, which a replay does not enter.
+
+        Kernels are read with the graphs all the same: a reading without them would differ from the healthy one whatever
+        the fault.
+        """
+        planted = bool(self.kvqual_undo) and self._kvqual_dispatch is None
+        if not planted:
+            self._kvqual_eager.restore()
+        elif not self._kvqual_eager and graph_mode(self.model_runner) != "NONE":
+            self._kvqual_runner().eager(self._kvqual_eager)
 
     def kvqual_unplant(self) -> dict[str, object]:
         """Takes back every planted fault."""
         undone = len(self.kvqual_undo)
         while self.kvqual_undo:
             self.kvqual_undo.pop()()
+        self._kvqual_without_graphs()
         return {"undone": undone}
 
     def kvqual_dispatch_start(self) -> dict[str, object]:
@@ -439,8 +454,15 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         reader = DispatchReader(
             self.kvqual_layers(), runner=self._kvqual_runner() if has_full_graphs(self.model_runner) else None
         )
-        reader.start()
+        # Before the reader's own hooks: what was put on last comes off first.
         self._kvqual_dispatch = reader
+        self._kvqual_without_graphs()
+        try:
+            reader.start()
+        except BaseException:
+            self._kvqual_dispatch = None
+            self._kvqual_without_graphs()
+            raise
         return {"installed": True}
 
     def kvqual_dispatch_finish(self) -> dict[str, object]:
@@ -448,7 +470,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         reader, self._kvqual_dispatch = self._kvqual_dispatch, None
         if reader is None:
             raise WorkerError("no dispatch reading is open")
-        return {"rank": int(self.rank), "layers": reader.finish()}
+        layers = reader.finish()
+        self._kvqual_without_graphs()
+        return {"rank": int(self.rank), "layers": layers}
 
     def kvqual_inputs_start(self) -> dict[str, object]:
         """Digests the inputs of every step until :meth:`kvqual_inputs_finish`."""
