@@ -151,14 +151,29 @@ def from_smi() -> dict[str, object]:
     program = shutil.which("nvidia-smi")
     if program is None:
         raise OSError("found no nvidia-smi on the PATH, expected one")
-    run = subprocess.run([program, "-q", "-x"], capture_output=True, timeout=_TIMEOUT_S, check=False)
+    record = parse_smi(_run(program, "-q", "-x"))
+    devices: Any = record["devices"]
+    if any(device["compute_capability"] is None for device in devices):
+        # Some drivers leave it out of the document and tell it when asked by name.
+        try:
+            told = _run(program, "--query-gpu=uuid,compute_cap", "--format=csv,noheader")
+        except (OSError, ValueError, subprocess.SubprocessError):
+            told = ""
+        known = dict(line.replace(" ", "").split(",", 1) for line in told.splitlines() if "," in line)
+        for device in devices:
+            device["compute_capability"] = device["compute_capability"] or known.get(device["uuid"])
+    return record
+
+
+def _run(program: str, *arguments: str) -> str:
+    run = subprocess.run([program, *arguments], capture_output=True, timeout=_TIMEOUT_S, check=False)
     text = run.stdout.decode(errors="replace")
     if run.returncode != 0:
         said = (text.strip() or run.stderr.decode(errors="replace").strip()).splitlines()
         raise ValueError(
             f"nvidia-smi: found exit status {run.returncode}, expected 0: {said[0] if said else 'no word'}"
         )
-    return parse_smi(text)
+    return text
 
 
 def parse_smi(text: str) -> dict[str, object]:

@@ -28,12 +28,12 @@ from pytest_kvqual.worker.wire import WorkerError
 
 def made_on(device: torch.device) -> AbstractContextManager[Any]:
     """Tensors that are made inside without a device are made on ``device``."""
-    return nullcontext() if device.type == "cpu" else device  # type: ignore[return-value]  # a device is a context
+    return nullcontext() if device.type == "cpu" else device
 
 
 def _made_by_the_engine(device: torch.device) -> AbstractContextManager[Any]:
     """Inside :func:`made_on`: as if outside it. The engine's own code makes its host tensors without a device."""
-    return nullcontext() if device.type == "cpu" else torch.device("cpu")  # type: ignore[return-value]  # the same
+    return nullcontext() if device.type == "cpu" else torch.device("cpu")
 
 
 class OracleTaps:
