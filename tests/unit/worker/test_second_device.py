@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from second_device import Mixed, SecondDevice  # noqa: E402 - torch may be absent
+from second_device import MixedError, SecondDevice  # noqa: E402 - torch may be absent
 from synthetic_engine import SyntheticEngine, workload  # noqa: E402
 
 from pytest_kvqual.worker import taps  # noqa: E402
@@ -20,7 +20,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondDevice]:
     """A second device, which is where the taps let the oracles make their tensors."""
     second = SecondDevice()
     monkeypatch.setattr(taps, "made_on", lambda place: second.default(True))
-    monkeypatch.setattr(taps, "_made_by_the_engine", lambda place: second.default(True))
+    monkeypatch.setattr(taps, "_made_by_the_engine", lambda place: second.unwatched())
     with second:
         yield second
 
@@ -29,9 +29,9 @@ def test_the_stand_in_refuses_what_a_device_would(device: SecondDevice) -> None:
     """An operator over both, and a look at its memory, are refused; a copy to the host is on the host."""
     there = device.mark(torch.ones(3))
     here = torch.ones(3)
-    with pytest.raises(Mixed):
+    with pytest.raises(MixedError):
         there + here
-    with pytest.raises(Mixed):
+    with pytest.raises(MixedError):
         there.numpy()
     assert device.holds(there * 2)
     assert device.holds(there[1:])
