@@ -95,7 +95,7 @@ def test_what_would_spoil_a_run_is_to_be_fixed(changes: dict[str, Any], what: st
     ],
 )
 def test_a_setting_is_a_note_with_its_command(changes: dict[str, Any], what: str, host: Path) -> None:
-    """Persistence, ECC, power and clocks are notes: the run is the administrator's, and the receipt says what they were."""
+    """Persistence, ECC, power and clocks are notes: they are an administrator's to set."""
     found = _look(_gpu_study(), _healthy(**changes))
     assert _fixes(found) == set()
     assert found[what].fix
