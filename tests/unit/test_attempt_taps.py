@@ -88,7 +88,7 @@ def _selection(*flags: str) -> Selection:
 
 
 def _attempt(tmp_path: Path, selection: Selection) -> Attempt:
-    scope = Scope(study="s", lock="0" * 64, arm="candidate", length=1024, cache_bytes=1, engine="0" * 64)
+    scope = Scope(lock="0" * 64, arm="candidate", length=1024, cache_bytes=1, engine="0" * 64)
     return Attempt(
         selection, scope, run_dir=tmp_path, prefix="", model=tmp_path, progress=lambda text: None, activity=Activity()
     )
