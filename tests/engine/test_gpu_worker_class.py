@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.engine
 
 SUPPORT = Path(__file__).parents[1] / "support"
-STEPS, EAGER, REPLAYS, ROWS = 5, 2, 3, 17
+STEPS, REPLAYS, ROWS = 5, 3, 18
 
 
 def _run(kind: str, taps: str) -> dict[str, Any]:
@@ -104,4 +104,5 @@ def test_fingerprints_fills_and_faults_run_without_graphs(tapped: dict[str, Any]
 def test_inputs_and_activity_are_counted(tapped: dict[str, Any], plain: dict[str, Any]) -> None:
     """Each step has one digest of its inputs, no two alike, and the engine's steps and tokens add up."""
     for found in (tapped, plain):
+        assert found["inputs"]["steps"] == len(set(found["inputs"]["digests"])) == STEPS
         assert found["activity"] == {"steps": 4 * STEPS, "tokens": 4 * ROWS}

@@ -17,7 +17,7 @@ from unittest import mock
 
 from vllm.platforms import current_platform
 
-with mock.patch.object(type(current_platform), "is_cpu", lambda self: False):
+with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
     from pytest_kvqual.worker.serving_worker import ServingWorker
 
 import torch
@@ -189,7 +189,7 @@ def main(kind: Kind, taps: bool) -> None:
         found["inputs"] = worker.kvqual_inputs_finish()
         found["after"] = worker.kvqual_taps()
         found["activity"] = {key: worker.kvqual_activity()[key] for key in ("steps", "tokens")}
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

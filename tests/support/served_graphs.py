@@ -36,6 +36,13 @@ ROWS = sum(count for step in STEPS for _, count in step)
 SECTIONS = ("row_map", "stale-maps", "routing", "shifted-outputs", "placement")
 
 
+class Builder:
+    """Makes a step's metadata, as the engine asks for it before every step."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> SimpleNamespace:
+        return SimpleNamespace(**vars(common_attn_metadata))
+
+
 class Served:
     """An engine of two layers behind a model runner of one kind."""
 
@@ -49,6 +56,8 @@ class Served:
         self.replays = 0
         self.computed: dict[str, int] = {}
         self._rows: list[tuple[str, int]] = []
+        self.builder = Builder()
+        groups = [[SimpleNamespace(metadata_builders=[self.builder])]]
         compiled = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
         if kind == "v1":
             self.runner: Any = SimpleNamespace(
@@ -67,7 +76,7 @@ class Served:
                 ),
                 _model_forward=self._layers,
                 compilation_config=compiled,
-                attn_groups=[],
+                attn_groups=groups,
             )
         else:
             self.runner = SimpleNamespace(
@@ -76,7 +85,7 @@ class Served:
                 prepare_attn=lambda batch: None,
                 cudagraph_manager=SimpleNamespace(run_fullgraph=self._replay, _graphs_captured=True),
                 compilation_config=compiled,
-                attn_groups=[],
+                attn_groups=groups,
             )
         self.runner.execute_model = lambda scheduled, tensors=None: self.execute()
 
@@ -152,6 +161,10 @@ class Served:
         """Runs the step, through the calls by which the kind of runner enters the layers."""
         batch, order = self.batch, [name for name, _ in self._rows]
         uniform = all(count == 1 for _, count in self._rows)
+        common = SimpleNamespace(
+            block_table=batch.table, seq_lens=batch.lengths, query_start_loc=batch.starts, slot_mapping=batch.slots
+        )
+        self.metadata = self.builder.build(0, common)
         if self.kind == "v1":
             self.runner.input_batch.req_ids = order
             self.runner.input_ids.gpu[: len(batch.ids)] = batch.ids
@@ -182,14 +195,11 @@ class Served:
             return
         self.eager += 1
         batch = self.batch
-        metadata = SimpleNamespace(
-            block_table=batch.table, seq_lens=batch.lengths, query_start_loc=batch.starts, slot_mapping=batch.slots
-        )
         for name, layer in self.graph.layers.items():
             query, key, value = self.graph.rows(name, batch.ids)
             output = torch.zeros(TOKENS, HEADS * SIZE, dtype=torch.bfloat16)
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, batch.slots)
-            layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
+            layer.impl.forward(layer, query, key, value, layer.kv_cache, self.metadata, output)
 
     def _replay(self, descriptor: object) -> None:
         self.replays += 1

@@ -22,10 +22,11 @@ from pytest_kvqual.oracles.window import LayerView
 from pytest_kvqual.worker import device, identity, pool, scales, settings
 from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.dispatch import DispatchReader, backend_name
+from pytest_kvqual.worker.places import made_on
 from pytest_kvqual.worker.runner import Runner, graph_mode, has_full_graphs, note_maps, runner_of
 from pytest_kvqual.worker.static_taps import StaticTap
 from pytest_kvqual.worker.step_inputs import StepInputs
-from pytest_kvqual.worker.taps import OracleTaps, layer_order, made_on
+from pytest_kvqual.worker.taps import OracleTaps, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
 _DISTRIBUTIONS = ("torch", "transformers")

@@ -14,26 +14,16 @@ The oracles make their own tensors where the caches are, so that nothing is comp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from pytest_kvqual.oracles.window import LayerView, Window
 from pytest_kvqual.worker.attributes import Attributes
+from pytest_kvqual.worker.places import made_by_the_engine, made_on
 from pytest_kvqual.worker.runner import graph_mode, maps_of, note_maps, resolved, runner_of
 from pytest_kvqual.worker.static_taps import StaticTap
 from pytest_kvqual.worker.wire import WorkerError
-
-
-def made_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Tensors that are made inside without a device are made on ``device``."""
-    return nullcontext() if device.type == "cpu" else device
-
-
-def _made_by_the_engine(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside :func:`made_on`: as if outside it. The engine's own code makes its host tensors without a device."""
-    return nullcontext() if device.type == "cpu" else torch.device("cpu")
 
 
 class OracleTaps:
@@ -186,7 +176,7 @@ class OracleTaps:
             self._planned()
 
             def write(key: torch.Tensor, value: torch.Tensor) -> object:
-                with _made_by_the_engine(self._device):
+                with made_by_the_engine(self._device):
                     return original(layer, key, value, kv_cache, slot_mapping)
 
             with made_on(self._device):
@@ -207,7 +197,7 @@ class OracleTaps:
             **kwargs: Any,
         ) -> object:
             def run(query: torch.Tensor, key: Any, value: Any) -> object:
-                with _made_by_the_engine(self._device):
+                with made_by_the_engine(self._device):
                     return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
 
             if metadata is None:

@@ -20,7 +20,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SecondDevice]:
     """A second device, which is where the taps let the oracles make their tensors."""
     second = SecondDevice()
     monkeypatch.setattr(taps, "made_on", lambda place: second.default(True))
-    monkeypatch.setattr(taps, "_made_by_the_engine", lambda place: second.unwatched())
+    monkeypatch.setattr(taps, "made_by_the_engine", lambda place: second.unwatched())
     with second:
         yield second
 
