@@ -43,7 +43,11 @@ def packed_weights_altered(worker: Any) -> None:
 
             replace(worker, module, "cpu_linear", altered)
             return
-    named = [(name, it) for name, it in worker.model_runner.get_model().named_parameters() if it.dim() > 1]
+    named = [
+        (name, it)
+        for name, it in worker.model_runner.get_model().named_parameters()
+        if it.is_contiguous() and it.numel()
+    ]
     chosen = next((it for _, it in named if not it.is_floating_point()), None)
     if chosen is None:
         chosen = next((it for name, it in named if name.endswith("proj.weight")), None)
