@@ -21,8 +21,8 @@ from types import SimpleNamespace
 
 from triton.backends import backends
 
-# vLLM asks whether some Triton backend is active before it uses Triton at all. The interpreter needs none.
-backends["interpreted"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)  # type: ignore[assignment]  # a stand-in
+# vLLM's CPU build asks for Triton's backend for CPUs before it uses Triton at all. The interpreter needs none.
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)  # type: ignore[assignment]  # a stand-in
 
 import json  # noqa: E402
 from typing import Any  # noqa: E402

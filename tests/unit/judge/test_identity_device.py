@@ -7,11 +7,12 @@ from typing import Any
 
 import nvidia_smi
 import pytest
-from test_identity_judge import FAULTS, poison_of
 
 from pytest_kvqual.judge.gates import identity
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 from pytest_kvqual.worker import device
+
+FAULTS = ("weights-altered",)
 
 
 def _record() -> dict[str, Any]:
@@ -25,6 +26,7 @@ def _decide(make: Any, *, candidate: object = None, null: object = None, platfor
     for name, arm, record in (("candidate", "candidate", candidate), ("null", "native", null)):
         documents[name] = make.identity(study, arm)
         documents[name]["ranks"][0]["device"] = _record() if record is None else record
+    altered = make.damage(documents["candidate"], ("ranks", 0, "parameters", "now", "norm.weight"), "d" * 64)
     return identity.judge(
         study,
         "candidate",
@@ -32,13 +34,7 @@ def _decide(make: Any, *, candidate: object = None, null: object = None, platfor
         scales=make.scales,
         candidate=documents["candidate"],
         null=documents["null"],
-        poison=[
-            {
-                **entry,
-                "identity": {**entry["identity"], "ranks": [{**entry["identity"]["ranks"][0], "device": _record()}]},
-            }
-            for entry in poison_of(make, study, "candidate")
-        ],
+        poison=[{"fault": FAULTS[0], "identity": altered}],
         faults=FAULTS,
     )
 
@@ -94,7 +90,7 @@ def test_the_control_must_have_run_on_the_same_device(key: str, make: Any) -> No
     record = _record()
     holder = record if key in record else record["devices"][0]
     holder = holder if key in holder else holder["settings"]
-    holder[key] = "GPU-other" if key == "uuid" else 1
+    holder[key] = "GPU-other" if key == "uuid" else 7
     verdict = _decide(make, null=record)
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert verdict.null is not None
