@@ -32,7 +32,7 @@ from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.graph import RecordedStep
 
 
-class Late(AsyncModelRunnerOutput):
+class Late(AsyncModelRunnerOutput):  # type: ignore[misc]  # the engine is not typed for us
     """The sampled tokens, which the engine of a GPU gets later; they can be had once."""
 
     def __init__(self, output: Any) -> None:

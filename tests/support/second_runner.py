@@ -19,10 +19,10 @@ os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 from types import SimpleNamespace
 
-from triton.backends import backends
+from triton.backends import backends  # type: ignore[import-untyped]  # it has no types
 
 # vLLM's CPU build asks for Triton's backend for CPUs before it uses Triton at all. The interpreter needs none.
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)  # type: ignore[assignment]  # a stand-in
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 import json  # noqa: E402
 from typing import Any  # noqa: E402
@@ -35,7 +35,7 @@ TARGETS = [11, 12, 13, 14]
 def main(model: str) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    config = {
+    config: dict[str, object] = {
         "arm": "native",
         "kv_format": "cpu-attn-bf16",
         "attention_backend": "CPU_ATTN",
@@ -77,6 +77,8 @@ def main(model: str) -> None:
             logprobs=None if targets is None else 0,
         )
         outputs = llm.generate([TokensPrompt(prompt_token_ids=list(it)) for it in PROMPTS], sampling, use_tqdm=False)
+        # The worker hears of finished requests with the next step; a server's loop makes one, this engine is asked to.
+        llm.llm_engine.step()
         return [output.outputs[0] for output in outputs]
 
     def window(**options: object) -> dict[str, Any]:

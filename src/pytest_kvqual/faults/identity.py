@@ -27,11 +27,9 @@ def weights_altered(worker: Any) -> None:
 
 
 def packed_weights_altered(worker: Any) -> None:
-    """One projection multiplies with a weight of which one element is changed.
-
-    Where its kernel packed the weight aside, the parameter itself is untouched; where the packed weight is the
-    parameter, as of quantised models on a GPU, one of its integers is; elsewhere one element of a projection.
-    """
+    """One projection multiplies with a weight of which one element is changed; the parameter itself is untouched."""
+    # Where no kernel packed a weight aside, as on a GPU, the packed weight is the parameter: one of its integers is
+    # changed, or, of a model that is not quantised, one element of a projection.
     for module in worker.model_runner.get_model().modules():
         if hasattr(module, "cpu_linear"):
             original = module.cpu_linear

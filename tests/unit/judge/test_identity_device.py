@@ -16,7 +16,7 @@ FAULTS = ("weights-altered",)
 
 
 def _record() -> dict[str, Any]:
-    seen = {"name": "NVIDIA H100 80GB HBM3", "uuid": nvidia_smi.UUID}
+    seen: dict[str, object] = {"name": "NVIDIA H100 80GB HBM3", "uuid": nvidia_smi.UUID}
     return device.one_of(device.parse_smi(nvidia_smi.NEWER), seen)
 
 
@@ -43,7 +43,8 @@ def test_the_device_and_its_settings_are_in_the_details(make: Any) -> None:
     """A run on one device passes, and its driver, settings and state at that moment stand in the receipt."""
     verdict = _decide(make)
     assert verdict.outcome is Outcome.PASS
-    (found,) = verdict.details["devices"]  # type: ignore[misc]  # a list
+    devices: Any = verdict.details["devices"]
+    (found,) = devices
     assert found["driver"] == "580.65.06"
     assert found["uuid"] == nvidia_smi.UUID
     assert (found["ecc"], found["power_limit_w"], found["sm_application_mhz"]) == (True, 700.0, 1980)

@@ -15,6 +15,12 @@ from hypothesis import strategies as st
 from pytest_kvqual.worker import device
 
 
+def _only(record: dict[str, Any]) -> dict[str, Any]:
+    """The one device of a record."""
+    (found,) = record["devices"]
+    return dict(found)
+
+
 def test_a_newer_driver_is_read_whole() -> None:
     """Every setting and every figure of state has its value and its unit."""
     record = device.parse_smi(nvidia_smi.NEWER)
@@ -24,7 +30,7 @@ def test_a_newer_driver_is_read_whole() -> None:
         "13.0",
         "",
     )
-    (gpu,) = record["devices"]  # type: ignore[misc]  # a list of mappings
+    gpu = _only(record)
     assert gpu == {
         "index": 0,
         "uuid": nvidia_smi.UUID,
@@ -63,7 +69,7 @@ def test_a_newer_driver_is_read_whole() -> None:
 
 def test_an_older_drivers_names_are_known() -> None:
     """Elements that were renamed since are read under their old names; what it does not tell is None."""
-    (gpu,) = device.parse_smi(nvidia_smi.OLDER)["devices"]  # type: ignore[misc]  # as above
+    gpu = _only(device.parse_smi(nvidia_smi.OLDER))
     assert gpu["settings"]["power_limit_w"] == 300.0
     assert (gpu["settings"]["persistence"], gpu["settings"]["mig"], gpu["settings"]["ecc"]) == (False, True, False)
     assert gpu["state"]["throttled"] == ["hw_slowdown", "sw_power_cap"]
@@ -189,9 +195,9 @@ def test_nvml_gives_the_same_form() -> None:
     nvml = _Nvml()
     record = device.from_nvml(nvml)
     assert (record["source"], record["driver"], record["cuda"]) == ("nvml", "580.65.06", "13.2")
-    (gpu,) = record["devices"]  # type: ignore[misc]  # as above
+    gpu = _only(record)
     assert (tuple(gpu["settings"]), tuple(gpu["state"])) == (device.SETTINGS, device.STATE)
-    assert set(gpu) == set(device.parse_smi(nvidia_smi.NEWER)["devices"][0])  # type: ignore[index]  # as above
+    assert set(gpu) == set(_only(device.parse_smi(nvidia_smi.NEWER)))
     assert (gpu["uuid"], gpu["compute_capability"], gpu["memory_bytes"]) == (nvidia_smi.UUID, "9.0", 80 << 30)
     assert (gpu["settings"]["ecc"], gpu["settings"]["ecc_pending"], gpu["settings"]["mig"]) == (True, False, None)
     assert (gpu["state"]["power_w"], gpu["state"]["sm_mhz"], gpu["state"]["throttled"]) == (

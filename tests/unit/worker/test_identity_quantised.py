@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-torch = pytest.importorskip("torch")
-save_file = pytest.importorskip("safetensors.torch").save_file
-
-from pytest_kvqual.worker import identity  # noqa: E402 - torch may be absent
-from pytest_kvqual.worker.wire import WorkerError  # noqa: E402
+from pytest_kvqual.worker import identity
+from pytest_kvqual.worker.wire import WorkerError
 
 
 class _Linear(torch.nn.Module):
@@ -59,8 +58,8 @@ def _repacked(model: _Model) -> None:
     layer = model.attn.qkv
     packed = torch.nn.Parameter(layer.qweight.t().contiguous(), requires_grad=False)  # type: ignore[union-attr,operator]  # a plain test module
     del layer.qweight  # type: ignore[union-attr]  # the same
-    layer.register_parameter("qweight", packed)  # type: ignore[union-attr,operator]  # the same
-    layer.register_parameter("order", torch.nn.Parameter(torch.arange(6.0), requires_grad=False))  # type: ignore[union-attr,operator]  # the same
+    layer.register_parameter("qweight", packed)
+    layer.register_parameter("order", torch.nn.Parameter(torch.arange(6.0), requires_grad=False))
 
 
 def test_packed_integers_are_expected_as_they_lie_in_the_files(files: dict[str, torch.Tensor], folder: Path) -> None:

@@ -142,7 +142,7 @@ def test_v1_runs_without_graphs_while_asked_to() -> None:
     """Dispatch is left the mode NONE alone, and is put back."""
     raw, attributes = _FirstRunner(), Attributes()
     runner_of(raw).eager(attributes)
-    assert raw.cudagraph_dispatcher.dispatch(4, invalid_modes={CUDAGraphMode.FULL}) == {CUDAGraphMode.NONE}  # type: ignore[comparison-overlap]  # a fake
+    assert raw.cudagraph_dispatcher.dispatch(4, invalid_modes={CUDAGraphMode.FULL}) == {CUDAGraphMode.NONE}
     attributes.restore()
     assert raw.cudagraph_dispatcher.dispatch(4) is None
 
@@ -161,7 +161,7 @@ def _batch() -> InputBatch:
     return batch
 
 
-class _Manager(cudagraph_utils.CudaGraphManager):
+class _Manager(cudagraph_utils.CudaGraphManager):  # type: ignore[misc]  # the engine is not typed for us
     """The engine's dispatch over one captured graph; a replay says so instead of replaying."""
 
     def __init__(self, told: list[str]) -> None:
@@ -330,9 +330,9 @@ def test_planned_metadata_has_the_maps_that_it_was_planned_from(build: Callable[
         maps_of(build(builder))
     note_maps(attributes, [builder])
     made = build(builder)
-    assert tuple(maps_of(made)) == ("table", "lengths", "starts", "slots")
+    assert list(maps_of(made)) == ["table", "lengths", "starts", "slots"]
     updated = builder.update_block_table(made, "other table", "other slots")
-    assert tuple(maps_of(updated)) == ("other table", "lengths", "starts", "other slots")
+    assert list(maps_of(updated)) == ["other table", "lengths", "starts", "other slots"]
     attributes.restore()
     assert vars(builder) == {}
 
@@ -340,4 +340,4 @@ def test_planned_metadata_has_the_maps_that_it_was_planned_from(build: Callable[
 def test_metadata_with_maps_of_its_own_is_read_itself() -> None:
     """The maps that a kernel is about to use come before those that they were made from."""
     own = SimpleNamespace(block_table="own", seq_lens="l", query_start_loc="q", kvqual_common=_Common())
-    assert tuple(maps_of(own)) == ("own", "l", "q", None)
+    assert list(maps_of(own)) == ["own", "l", "q", None]
