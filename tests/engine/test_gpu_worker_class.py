@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 STEPS, REPLAYS, ROWS = 5, 3, 18
 
 
+@cache
 def _run(kind: str, taps: str) -> dict[str, Any]:
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -55,9 +55,9 @@ def folder(files: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 def _repacked(model: _Model) -> None:
     """What an engine does after loading: other forms of the same weights, and one more that was not loaded."""
-    layer = model.attn.qkv
-    packed = torch.nn.Parameter(layer.qweight.t().contiguous(), requires_grad=False)  # type: ignore[union-attr,operator]  # a plain test module
-    del layer.qweight  # type: ignore[union-attr]  # the same
+    layer: Any = model.attn.qkv
+    packed = torch.nn.Parameter(layer.qweight.t().contiguous(), requires_grad=False)
+    del layer.qweight
     layer.register_parameter("qweight", packed)
     layer.register_parameter("order", torch.nn.Parameter(torch.arange(6.0), requires_grad=False))
 
