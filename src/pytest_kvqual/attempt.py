@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pytest_kvqual.study.panels import Panel
 
 IDENTITY, IDENTITY_POISON, IDENTITY_AFTER = "identity.json", "identity-poison.json", "identity-after.json"
+IDENTITY_BEFORE_TAPS, IDENTITY_TAPS = "identity-before-taps.json", "identity-taps.json"
 DISPATCH, DISPATCH_AFTER = "dispatch.json", "dispatch-after.json"
 ORACLE = "oracle.json"
 ORDERS, ORDER_INPUTS = "determinism.jsonl", "determinism-inputs.json"
@@ -39,6 +40,7 @@ GSM8K_PANEL = "gsm8k-panel.json"
 #: The checkouts that the arm brought, as they were found before each boot.
 INSTALL = "install.json"
 SERVER_LOG, REFERENCE_LOG, REFERENCE_CONFIG = "server.log", "reference.log", "reference-config.json"
+TAPS_LOG, SERVER_AGAIN_LOG = "server-taps.log", "server-again.log"
 
 ORDER_POISON_PROMPTS: Final = 8
 """How many prompts are sent in each order under a planted fault: one that differs shows it."""
@@ -70,6 +72,9 @@ def _stem(name: str) -> str:
 
 _ALTERABLE: Final = ("parameters", "scales")
 """The parts of a worker's identity that a change in the running process can alter."""
+
+_OF_EACH_SERVER: Final = (*_ALTERABLE, "settings")
+"""The parts that two servers of one attempt have in common."""
 
 
 def _part(rank: object, name: str) -> object:
@@ -190,6 +195,7 @@ class Attempt:
         self._closed = False
         self._identity: list[object] | None = None
         self._dispatch: list[dict[str, object]] = []
+        self._log = SERVER_LOG
         self.failure: KvqualError | None = None
         self._bundle: Bundle = Bundle.create(run_dir, scope, prefix=prefix)
 
@@ -220,8 +226,12 @@ class Attempt:
 
     # -- the life of the server --------------------------------------------------------------------------------------
 
-    def boot(self) -> None:
+    def boot(self, *, log: str = SERVER_LOG, taps: bool = False) -> None:
         """Start the arm's server.
+
+        Args:
+            log: The file of the attempt that gets what it prints.
+            taps: With the oracles' taps in its graphs; it is then one for the oracle passes alone.
 
         Raises:
             ServerError: It did not start, or can be reached from another host.
@@ -237,17 +247,18 @@ class Attempt:
             selection,
             model=self._model,
             port=port,
-            worker_config=self._worker_config(),
+            worker_config=self._worker_config(taps=taps),
             python=python_of(selection.arm),
             inherited=os.environ,
         )
+        self._log = log
         self._server = Server.start(
-            command, port=port, log=self.path / SERVER_LOG, timeouts=Timeouts(boot_s=engine.boot_timeout_s)
+            command, port=port, log=self.path / log, timeouts=Timeouts(boot_s=engine.boot_timeout_s)
         )
         self._activity.boots.append((self._label, self._server.boot_s))
         self.say(f"booted in {self._server.boot_s:.0f} s")
 
-    def _worker_config(self) -> dict[str, object]:
+    def _worker_config(self, *, taps: bool = False) -> dict[str, object]:
         from pytest_kvqual.server.command import worker_config
         from pytest_kvqual.study.panels import selected_scales
 
@@ -255,6 +266,7 @@ class Attempt:
             self._selection,
             model=self._model,
             v_scales=selected_scales(self._selection),
+            taps=taps,
             checkouts=self.path / INSTALL if self._selection.arm.checkouts else None,
         )
 
@@ -296,7 +308,41 @@ class Attempt:
                 self._count_activity(server)
         finally:
             server.stop()
-        self._bundle.seal(SERVER_LOG)
+        self._bundle.seal(self._log)
+
+    def _end(self, server: Server) -> None:
+        """End a server that another one follows, and seal its log."""
+        try:
+            self._count_activity(server)
+        finally:
+            self._server = None
+            server.stop()
+        self._bundle.seal(self._log)
+
+    @contextmanager
+    def _tapped(self) -> Iterator[None]:
+        """Inside the block the server is one whose layers the oracles can see, whatever the engine runs as a graph.
+
+        Where the engine captures graphs, that is a server of its own, with taps in them; before and after it runs one
+        without. That the three are the same but for the taps is read and compared.
+
+        Raises:
+            CaptureError: A server is not the same, or its taps are not as it was told.
+        """
+        from pytest_kvqual.server.command import captures_graphs
+
+        if not captures_graphs(self._selection):
+            yield
+            return
+        self._compare(IDENTITY_BEFORE_TAPS, _ALTERABLE, tapped=False)
+        self._end(self._live())
+        self.boot(log=TAPS_LOG, taps=True)
+        yield
+        self._compare(IDENTITY_TAPS, _OF_EACH_SERVER, tapped=True)
+        self._end(self._live())
+        self.boot(log=SERVER_AGAIN_LOG)
+        # Settings too, of this one: what follows is captured from it.
+        self._same_as_first(self.call("kvqual_identity", {"parts": list(_OF_EACH_SERVER)}), _OF_EACH_SERVER, IDENTITY)
 
     def complete(self) -> None:
         """Stop the server and close the attempt: all that was planned was captured."""
@@ -323,8 +369,9 @@ class Attempt:
                 server.stop()
         with suppress(KvqualError):
             # Also where the failure came up while the server was stopped.
-            if (self.path / SERVER_LOG).exists() and not self.has(SERVER_LOG):
-                self._bundle.seal(SERVER_LOG)
+            for log in (SERVER_LOG, TAPS_LOG, SERVER_AGAIN_LOG):
+                if (self.path / log).exists() and not self.has(log):
+                    self._bundle.seal(log)
         with suppress(KvqualError):
             self._keep_dispatch()
         with suppress(KvqualError):
@@ -345,30 +392,44 @@ class Attempt:
         Raises:
             CaptureError: One of them is not what it was at the start.
         """
+        if self._identity is not None:
+            self._compare(IDENTITY_AFTER, _ALTERABLE, tapped=False, server=server)
+
+    def _compare(self, name: str, parts: Sequence[str], *, tapped: bool, server: Server | None = None) -> None:
+        """Read these parts, the taps and the faults, keep them under ``name``, and compare them with the first reading.
+
+        Raises:
+            CaptureError: One of them is not what it was, or taps, faults or held blocks are not as expected.
+        """
         from pytest_kvqual.server import rpc
 
-        if self._identity is None:
-            return
-        timeout_s = self._selection.study.engine.request_timeout_s
-        parts = {"parts": list(_ALTERABLE)}
-        ranks = rpc.call(server.base_url, "kvqual_identity", parts, timeout_s=timeout_s)
-        taps = rpc.call(server.base_url, "kvqual_taps", timeout_s=timeout_s)
-        self._bundle.write(IDENTITY_AFTER, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "taps": taps})
-        for part in _ALTERABLE:
-            for rank, (before, after) in enumerate(zip(self._identity, ranks, strict=True)):
-                if _part(before, part) != _part(after, part):
-                    raise CaptureError(
-                        f"{self._label}: found other {part} on rank {rank} than at the start, expected the same: what "
-                        f"was captured is not of the server in {IDENTITY}",
-                        advice=f"compare it with {self.path / IDENTITY_AFTER}",
-                    )
+        base_url, timeout_s = (server or self._live()).base_url, self._selection.study.engine.request_timeout_s
+        ranks = rpc.call(base_url, "kvqual_identity", {"parts": list(parts)}, timeout_s=timeout_s)
+        taps = rpc.call(base_url, "kvqual_taps", timeout_s=timeout_s)
+        self._bundle.write(name, {"schema": 1, "arm": self._selection.arm.name, "ranks": ranks, "taps": taps})
+        self._same_as_first(ranks, parts, name)
+        # A server told to put taps into its graphs may run none of them as a full graph, and then has none to put.
         if any(
-            _part(rank, "installed") is not False or _part(rank, "faults") != 0 or _part(rank, "held") != 0
+            (not tapped and _part(rank, "installed") is not False)
+            or _part(rank, "faults") != 0
+            or _part(rank, "held") != 0
             for rank in taps
         ):
             raise CaptureError(
                 f"{self._label}: found taps, faults or held blocks after the captures, expected none: {taps}"
             )
+
+    def _same_as_first(self, ranks: Sequence[object], parts: Sequence[str], name: str) -> None:
+        if self._identity is None:
+            return
+        for part in parts:
+            for rank, (before, after) in enumerate(zip(self._identity, ranks, strict=True)):
+                if _part(before, part) != _part(after, part):
+                    raise CaptureError(
+                        f"{self._label}: found other {part} on rank {rank} than at the start, expected the same: what "
+                        f"was captured is not of the server in {IDENTITY}",
+                        advice=f"compare it with {self.path / name}",
+                    )
 
     def _keep_dispatch(self) -> None:
         if self._dispatch and not self.has(DISPATCH_AFTER):
@@ -532,29 +593,30 @@ class Attempt:
             "pressure": {"free_blocks": rules.free_blocks},
             "rotated": {"rotation": rules.rotation},
         }
-        passes = []
-        for name, panel in pass_panels(self._selection).items():
-            found = one(panel, f"oracle, {name}", **options[name])
-            passes.append({"name": name, "records": found["records"], "wave": found["responses"]})
-            self._keep_reproducers(name, found["records"])
-        entries = []
-        brief = _up_to(load_task_panel(self._selection, "oracle"), rules.poison_prompt_tokens)
-        for number, (fault, gate) in enumerate(faults, start=1):
-            try:
-                found = one(
-                    brief,
-                    f"oracle, seeded faults {number}/{len(faults)},",
-                    fault=fault,
-                    probe=True,
-                    fills=gate == "replay",
+        with self._tapped():
+            passes = []
+            for name, panel in pass_panels(self._selection).items():
+                found = one(panel, f"oracle, {name}", **options[name])
+                passes.append({"name": name, "records": found["records"], "wave": found["responses"]})
+                self._keep_reproducers(name, found["records"])
+            entries = []
+            brief = _up_to(load_task_panel(self._selection, "oracle"), rules.poison_prompt_tokens)
+            for number, (fault, gate) in enumerate(faults, start=1):
+                try:
+                    found = one(
+                        brief,
+                        f"oracle, seeded faults {number}/{len(faults)},",
+                        fault=fault,
+                        probe=True,
+                        fills=gate == "replay",
+                    )
+                except (CaptureError, ServerError) as error:
+                    # Nothing is said about the arm: it was not its fault that ended the pass.
+                    raise EvidenceError(f"seeded fault {fault}: {error}", advice=error.advice) from error
+                entries.append(
+                    {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
                 )
-            except (CaptureError, ServerError) as error:
-                # Nothing is said about the arm: it was not its fault that ended the pass.
-                raise EvidenceError(f"seeded fault {fault}: {error}", advice=error.advice) from error
-            entries.append(
-                {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
-            )
-        self._bundle.write(ORACLE, {"schema": 2, "passes": passes, "poison": entries})
+            self._bundle.write(ORACLE, {"schema": 2, "passes": passes, "poison": entries})
         self._dispatched_again("oracle")
 
     def _keep_reproducers(self, name: str, records: object) -> None:

@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     model = command("model", _model, "build or verify the model folder of a study, and print its path")
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
-    study_of(command("doctor", _doctor, "say what this host has of what a study needs"))
+    doctor = command("doctor", _doctor, "say what this host has of what a study needs")
+    study_of(doctor)
+    doctor.add_argument("--gsm8k", type=Path, metavar="FILE", help="look at this test set; else at the hub's cache")
     prepare = command(
         "prepare", _prepare, "write the files of a study that are made from its model's tokenizer and weights"
     )
@@ -199,7 +201,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from pytest_kvqual.doctor import checks
 
     failed = False
-    for check in checks(args.study, args.format):
+    for check in checks(args.study, args.format, gsm8k=args.gsm8k):
         failed = failed or not check.passed
         print(check.line())
     return 1 if failed else 0

@@ -20,18 +20,20 @@ _UNFIT = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One thing that was looked at."""
+    """One thing that was looked at. ``noted``: it does not stand in the way, and a reader should know it."""
 
     what: str
     passed: bool
     found: str
+    noted: bool = False
 
     def line(self) -> str:
-        """``ok    what: found``, or ``FIX   what: found``."""
-        return f"{'ok ' if self.passed else 'FIX'}  {self.what}: {' '.join(self.found.split())}"
+        """``ok    what: found``, or ``note`` or ``FIX`` in the first place."""
+        word = "FIX" if not self.passed else "note" if self.noted else "ok"
+        return f"{word:4} {self.what}: {' '.join(self.found.split())}"
 
 
-def checks(study: str, format: str | None = None) -> Iterator[Line]:
+def checks(study: str, format: str | None = None, *, gsm8k: Path | None = None) -> Iterator[Line]:
     """Look at everything that a study needs before it boots; each line as soon as it is known.
 
     Raises:
@@ -46,6 +48,21 @@ def checks(study: str, format: str | None = None) -> Iterator[Line]:
             yield Line(what=what, passed=True, found=look(declared))
         except KvqualError as error:
             yield Line(what=what, passed=False, found=error.line())
+    if declared.platform == "gpu":
+        yield from _gpu(declared, gsm8k)
+    else:
+        yield Line(what="device", passed=True, found="none needed")
+
+
+def _gpu(study: Study, gsm8k: Path | None) -> Iterator[Line]:
+    from pytest_kvqual.gpu_host import look
+    from pytest_kvqual.worker import device
+
+    # vLLM's own copy of NVML would import the engine.
+    for found in look(study, device.read(modules=("pynvml",)), gsm8k=gsm8k):
+        text = f"{found.found} ({found.fix})" if found.fix else found.found
+        failed = bool(found.fix) and found.needed
+        yield Line(what=found.what, passed=not failed, found=text, noted=bool(found.fix))
 
 
 def _python(study: Study) -> str:
@@ -79,16 +96,6 @@ def _installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _device(study: Study) -> str:
-    from pytest_kvqual.session import gpu_found
-
-    if study.platform == "cpu":
-        return "none needed"
-    if not gpu_found():
-        raise KvqualError("found no GPU, expected one", advice="run on a GPU host")
-    return "a GPU"
 
 
 def _model(study: Study) -> str:
@@ -138,7 +145,6 @@ _LOOKS: tuple[tuple[str, Callable[[Study], str]], ...] = (
     ("prepared", _prepared),
     ("python", _python),
     ("engine", _engine),
-    ("device", _device),
     ("model", _model),
     ("lock", _lock),
     ("disk", _disk),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_kvqual.study.trace import Trace
 
 TRIAL, TRIAL_IDENTITY, WARM_UP = "trial.json", "trial-identity.json", "warm-up.jsonl"
-PARTS: Final = ("layers", "parameters", "scales", "settings")
+PARTS: Final = ("layers", "parameters", "scales", "settings", "device")
 """What of a server's identity is read in a trial; its files were re-hashed when the arm was qualified."""
 
 

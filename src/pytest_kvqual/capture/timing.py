@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -232,5 +233,14 @@ def _sample(name: str, text: str, origin: str) -> Fraction:
 
 
 def environment() -> dict[str, object]:
-    """The client's machine: CPUs that this process may use, load average over one minute."""
-    return {"cpus": len(os.sched_getaffinity(0)), "load_1min": os.getloadavg()[0]}
+    """The client's machine: CPUs that this process may use, load average over one minute, and ``gpu`` where it has any.
+
+    ``gpu`` is a record of :mod:`pytest_kvqual.worker.device`: clocks, power and throttle reasons at that moment. It is
+    read outside of every timed interval.
+    """
+    found: dict[str, object] = {"cpus": len(os.sched_getaffinity(0)), "load_1min": os.getloadavg()[0]}
+    if shutil.which("nvidia-smi") is not None:
+        from pytest_kvqual.worker import device
+
+        found["gpu"] = device.read(modules=("pynvml",))
+    return found

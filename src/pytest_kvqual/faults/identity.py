@@ -28,6 +28,8 @@ def weights_altered(worker: Any) -> None:
 
 def packed_weights_altered(worker: Any) -> None:
     """One projection multiplies with a weight of which one element is changed; the parameter itself is untouched."""
+    # Where no kernel packed a weight aside, as on a GPU, the packed weight is the parameter: one of its integers is
+    # changed, or, of a model that is not quantised, one element of a projection.
     for module in worker.model_runner.get_model().modules():
         if hasattr(module, "cpu_linear"):
             original = module.cpu_linear
@@ -39,7 +41,20 @@ def packed_weights_altered(worker: Any) -> None:
 
             replace(worker, module, "cpu_linear", altered)
             return
-    raise RuntimeError("the model has no linear layer whose weight its kernel packed")
+    named = [
+        (name, it)
+        for name, it in worker.model_runner.get_model().named_parameters()
+        if it.is_contiguous() and it.numel()
+    ]
+    chosen = next((it for _, it in named if not it.is_floating_point()), None)
+    if chosen is None:
+        chosen = next((it for name, it in named if name.endswith("proj.weight")), None)
+    if chosen is None:
+        raise RuntimeError("the model has no linear layer whose weight could be altered")
+    first = chosen.data.view(-1)[:1]
+    kept = first.clone()
+    first.copy_(kept + 1)
+    worker.kvqual_undo.append(lambda: first.copy_(kept))
 
 
 def scale_copy_altered(worker: Any) -> None:

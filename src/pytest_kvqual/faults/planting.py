@@ -1,5 +1,7 @@
 """How a fault gets in: what an engine's objects do is replaced, and ``worker.kvqual_undo`` takes it back.
 
+What a fault makes itself is made where the caches are; what it calls of the engine is called as the engine does.
+
 A fault knows an engine through what its worker hands out: attention layers with ``impl.do_kv_cache_update`` and
 ``impl.forward``, metadata builders with ``build``. Faults of one kernel's parts replace a method of the ``Exemplar``
 that a layer of the transfer engine runs.
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from pytest_kvqual.worker import attributes
+from pytest_kvqual.worker.places import made_by_the_engine, made_on
 
 
 def replace(worker: Any, holder: Any, name: str, value: object) -> None:
@@ -45,7 +48,12 @@ def wrap_updates(worker: Any, change: Callable[..., object]) -> None:
         original = layer.impl.do_kv_cache_update
 
         def update(layer: Any, key: Any, value: Any, cache: Any, slots: Any, *, original: Any = original) -> object:
-            return change(original, layer, key, value, cache, slots)
+            def engine(*args: Any) -> object:
+                with made_by_the_engine(cache.device):
+                    return original(*args)
+
+            with made_on(cache.device):
+                return change(engine, layer, key, value, cache, slots)
 
         replace(worker, layer.impl, "do_kv_cache_update", update)
 
@@ -88,9 +96,10 @@ class Call:
         query = changes.get("query", self.query)
         output = changes.get("output", self.output)
         cache = changes.get("cache", self.cache)
-        return self._original(
-            self.layer, query, self.key, self.value, cache, metadata, output, *self._extra, **self._named
-        )
+        with made_by_the_engine(self.cache.device):
+            return self._original(
+                self.layer, query, self.key, self.value, cache, metadata, output, *self._extra, **self._named
+            )
 
     def row(self, row: int, table: torch.Tensor, length: int) -> torch.Tensor:
         """The output ``[Hq, D]`` of one query row as the last of ``length`` positions of a block table ``[B]``."""
@@ -123,7 +132,8 @@ def wrap_attention(worker: Any, change: Callable[[Call], object], *, only: int |
             if attn_metadata is None:  # the engine's profiling run
                 return original(layer, query, key, value, kv_cache, attn_metadata, output, *extra, **named)
             call = Call(original, layer, (query, key, value, kv_cache, attn_metadata, output), extra, named)
-            result = change(call)
+            with made_on(kv_cache.device):
+                result = change(call)
             return output if result is None else result
 
         replace(worker, layer.impl, "forward", forward)
@@ -136,7 +146,8 @@ def wrap_metadata(worker: Any, change: Callable[[Any, int], None]) -> None:
 
         def build(*args: Any, number: int = number, original: Any = original, **named: Any) -> Any:
             metadata = original(*args, **named)
-            change(metadata, number)
+            with made_on(metadata.seq_lens.device):
+                change(metadata, number)
             return metadata
 
         replace(worker, builder, "build", build)
@@ -172,10 +183,22 @@ class Step:
 
 @contextmanager
 def scaled(layer: Any, *, k: float | None = None, v: float | None = None) -> Iterator[None]:
-    """The K and V scales that a layer's kernel reads, held at other values for the length of a ``with`` block."""
-    values = {"_k_scale_float": k, "_v_scale_float": v}
-    with held_as(layer, **{name: value for name, value in values.items() if value is not None}):
-        yield
+    """The K and V scales that a layer's kernel reads, held at other values for the length of a ``with`` block.
+
+    A kernel reads a number or a tensor; both are held.
+    """
+    wanted = {name: value for name, value in (("_k_scale", k), ("_v_scale", v)) if value is not None}
+    tensors = [(getattr(layer, name, None), value) for name, value in wanted.items()]
+    kept = [(tensor, tensor.clone()) for tensor, _ in tensors if isinstance(tensor, torch.Tensor)]
+    with held_as(layer, **{f"{name}_float": value for name, value in wanted.items()}):
+        for tensor, value in tensors:
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(value)
+        try:
+            yield
+        finally:
+            for tensor, before in kept:
+                tensor.copy_(before)
 
 
 def kernels(worker: Any) -> list[Any]:

@@ -124,7 +124,13 @@ def e4m3_values() -> torch.Tensor:
             values.append(sign * math.ldexp(mantissa, -9))
         else:
             values.append(sign * math.ldexp(8 + mantissa, exponent - 10))
-    return torch.tensor(values, dtype=torch.float32)
+    # Kept for whoever asks next, whatever the default device is now.
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _meant(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """What each byte of ``codes`` stands for, by a table of 256 values."""
+    return values.to(codes.device)[codes.long()]
 
 
 def encode_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -311,7 +317,7 @@ class K16V8:
         return Cells(k=_bytes(key), v=encode_e4m3(value.float() / divisor))
 
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        value = e4m3_values()[cells.v.long()] * _scale(v_scale)
+        value = _meant(e4m3_values(), cells.v) * _scale(v_scale)
         return _sixteen_bits(cells.k, self.dtype), value
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
@@ -358,8 +364,8 @@ class K8V8:
         return Cells(k=encode_e4m3(key.float() / k_divisor), v=encode_e4m3(value.float() / v_divisor))
 
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        k = e4m3_values()[cells.k.long()] * _per_head(self.k_scale, self.k_factors, cells.k.shape[1])
-        return k, e4m3_values()[cells.v.long()] * _per_head(v_scale, self.v_factors, cells.v.shape[1])
+        k = _meant(e4m3_values(), cells.k) * _per_head(self.k_scale, self.k_factors, cells.k.shape[1])
+        return k, _meant(e4m3_values(), cells.v) * _per_head(v_scale, self.v_factors, cells.v.shape[1])
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
         return _read_adjacent(cache, slots, self)
@@ -439,7 +445,7 @@ def _inline(values: torch.Tensor) -> torch.Tensor:
 
 def _from_inline(cells: torch.Tensor) -> torch.Tensor:
     scale = cells[..., -4:].contiguous().view(torch.float32)
-    return e4m3_values()[cells[..., :-4].long()] * scale
+    return _meant(e4m3_values(), cells[..., :-4]) * scale
 
 
 def cell_bytes(fmt: Format, head_size: int) -> int:
@@ -873,10 +879,11 @@ def probe_encoding(write: Write, fmt: CpuAttn8, *, kv_heads: int, v_scale: float
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Finite values of ``dtype`` whose every bit varies; exponents stay where no format overflows."""
-    mantissa = 1 + torch.rand(shape, generator=generator)
-    exponent = torch.randint(-12, 8, shape, generator=generator)
-    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
-    return (torch.ldexp(mantissa, exponent) * sign).to(dtype)
+    # Drawn on the host, whatever the default device, and put there.
+    mantissa = 1 + torch.rand(shape, generator=generator, device="cpu")
+    exponent = torch.randint(-12, 8, shape, generator=generator, device="cpu")
+    sign = torch.randint(0, 2, shape, generator=generator, device="cpu") * 2 - 1
+    return torch.empty(shape, dtype=dtype).copy_(torch.ldexp(mantissa, exponent) * sign)
 
 
 def observe_bytes(

@@ -19,7 +19,7 @@ _LOOKED_UP = 16
 
 def check_slot_mapping(tally: Tally, plan: StepPlan, *, layer: str, slot_mapping: torch.Tensor) -> None:
     """Compares the slot mapping handed to the cache update (int ``[>= T]``) with the plan; rows beyond T must be -1."""
-    found = slot_mapping.to(torch.int64).cpu()
+    found = slot_mapping.to(plan.slots.device, torch.int64)
     rows = plan.rows
     if found.numel() < rows:
         tally.find("wrong-slot", f"{layer}: slot mapping has {found.numel()} rows, expected {rows}", rows)

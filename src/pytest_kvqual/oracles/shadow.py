@@ -68,7 +68,8 @@ def block_sums(cache: torch.Tensor) -> torch.Tensor:
     sums = torch.empty(blocks, dtype=torch.int64, device=cache.device)
     width = -(-cache[0].numel() * cache.element_size() // 8)
     generator = torch.Generator().manual_seed(_HASH_SEED)
-    odd = torch.randint(-(2**62), 2**62, (width,), generator=generator, dtype=torch.int64) * 2 + 1
+    # On the host, whatever the default device: the same constants everywhere.
+    odd = torch.randint(-(2**62), 2**62, (width,), generator=generator, dtype=torch.int64, device="cpu") * 2 + 1
     odd = odd.to(cache.device)
     step = max(1, _COMPARED_BYTES // max(1, 8 * width))
     for start in range(0, blocks, step):

@@ -694,8 +694,10 @@ class Window:
             )
             return run(query, key, value)
         view, rows = here.view, plan.rows
-        table = block_table.cpu()
-        lengths, row_starts = seq_lens.cpu(), query_start_loc.cpu()
+        # Where the oracles make their own tensors.
+        place = plan.slots.device
+        table = block_table.to(place)
+        lengths, row_starts = seq_lens.to(place), query_start_loc.to(place)
         self._check_maps(layer, plan, table, lengths, row_starts)
         if not self._declared:
             return run(query, key, value)
@@ -1005,7 +1007,7 @@ class Window:
                     "query": asked[row].float().tolist(),
                     "output": output[row].reshape(asked[row].shape).float().tolist(),
                     "cells_shape": list(cells.shape),
-                    "cells": base64.b64encode(cells.contiguous().numpy().tobytes()).decode(),
+                    "cells": base64.b64encode(cells.cpu().contiguous().numpy().tobytes()).decode(),
                 }
                 return
 

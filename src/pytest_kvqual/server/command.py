@@ -41,6 +41,7 @@ def worker_config(
     v_scales: Sequence[float] | None = None,
     after_init: Sequence[str] = (),
     checkouts: Path | None = None,
+    taps: bool = False,
 ) -> dict[str, object]:
     """What the worker is told, JSON-ready.
 
@@ -50,6 +51,7 @@ def worker_config(
         v_scales: One positive factor per layer, or None for an arm without scales.
         after_init: ``module:function`` pairs to call after the arm's own; seeded faults come in this way.
         checkouts: The file with the digests of the arm's checkouts, for an arm that has any.
+        taps: The worker captures its graphs with the oracles' taps in them. Nothing is timed in such a server.
     """
     arm = selection.arm
     return {
@@ -64,7 +66,15 @@ def worker_config(
         "pythonpath": [str(path) for path in (*arm.checkouts, *arm.pythonpath)],
         # Only where there are any: an arm of the study alone is told nothing of them.
         **({} if checkouts is None else {"checkouts": str(checkouts)}),
+        # Only where it is asked for: a server without taps is told nothing of them.
+        **({"taps": True} if taps else {}),
     }
+
+
+def captures_graphs(selection: Selection) -> bool:
+    """Whether the arm's engine may run its steps as captured graphs, which enter no Python when they are replayed."""
+    flags = (*selection.study.engine.flags, *selection.arm.flags)
+    return selection.study.platform == "gpu" and "--enforce-eager" not in flags
 
 
 def engine_arguments(

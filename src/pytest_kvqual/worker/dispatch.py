@@ -5,8 +5,10 @@ and answer correctly. So each layer's cache update and attention are wrapped in 
 inside it is read from the trace: operators (``aten::bmm``, ``_C::cpu_attention_with_kv_cache``) and, where there is a
 device, the kernels launched from inside it.
 
-Under a full graph no Python runs during a replay and no range is entered: such a layer reads as empty, which no
-declared pattern matches. Read it from the eager or piecewise run of the same build.
+Under a full graph no Python runs during a replay and no layer's range is entered. The kernels that a replay launches
+are known for the step as a whole, not by layer: each layer has all of them, beside those that it ran in steps without a
+graph (a prompt's, usually). A pattern that a declared kernel must match is then met by any kernel of the step, and one
+that none may match by none of the whole step.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 
 from pytest_kvqual.worker.attributes import Attributes
+from pytest_kvqual.worker.runner import Runner
 from pytest_kvqual.worker.wire import WorkerError
 
 _PREFIX = "kvqual.dispatch/"
+_REPLAY = "kvqual.replay"
+_GRAPH_LAUNCH = "GraphLaunch"
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "runtime", "driver"})
 _DEVICE = frozenset({"kernel", "concurrent_kernel", "gpu_memcpy", "gpu_memset"})
 # The profiler's own operators, which a range brings with it.
@@ -52,10 +57,12 @@ def attribute(activities: Iterable[Activity], layers: Iterable[str]) -> dict[str
 
     An operator belongs to the range of its thread that contains it. A kernel runs later than its launch, so it belongs
     to the range that contains the launch; where the trace has no launch, to that of the operator it is linked to.
-    A launch has the thread number of the operating system and is placed by time alone.
+    A launch has the thread number of the operating system and is placed by time alone. A kernel of a graph that was
+    launched in the range of a replay belongs to every layer.
     """
     found: dict[str, set[str]] = {name: set() for name in layers}
     activities = list(activities)
+    replays = _graph_launches(activities)
     ranges = sorted(
         (entry.start, entry.end, entry.thread, entry.name.removeprefix(_PREFIX))
         for entry in activities
@@ -86,10 +93,29 @@ def attribute(activities: Iterable[Activity], layers: Iterable[str]) -> dict[str
             if name is not None:
                 launched[entry.correlation] = name
     for entry in activities:
-        if entry.kind in _DEVICE:
+        if entry.kind in _DEVICE and entry.correlation in replays:
+            for names in found.values():
+                names.add(entry.name)
+        elif entry.kind in _DEVICE:
             name = launched.get(entry.correlation) or operators.get(entry.linked)
             if name is not None:
                 found.setdefault(name, set()).add(entry.name)
+    return found
+
+
+def _graph_launches(activities: Iterable[Activity]) -> set[int]:
+    """Correlations of the graphs that were launched inside a replay's range; piecewise graphs are launched outside."""
+    activities = list(activities)
+    spans = sorted(
+        (entry.start, entry.end) for entry in activities if entry.kind == "user_annotation" and entry.name == _REPLAY
+    )
+    starts = [start for start, _ in spans]
+    found = set()
+    for entry in activities:
+        if entry.kind in _LAUNCHES and _GRAPH_LAUNCH in entry.name:
+            index = bisect.bisect_right(starts, entry.start) - 1
+            if index >= 0 and entry.end <= spans[index][1]:
+                found.add(entry.correlation)
     return found
 
 
@@ -104,10 +130,12 @@ class DispatchReader:
 
     Args:
         layers: Attention layers by name, each with ``impl``, ``kv_cache`` and ``attn_backend``.
+        runner: The engine's model runner where it replays full graphs.
     """
 
-    def __init__(self, layers: Mapping[str, Any]) -> None:
+    def __init__(self, layers: Mapping[str, Any], *, runner: Runner | None = None) -> None:
         self._layers = dict(layers)
+        self._runner = runner
         self._attributes = Attributes()
         self._profiler: Any = None
 
@@ -135,6 +163,8 @@ class DispatchReader:
         profiler.start()
         self._profiler = profiler
         try:
+            if self._runner is not None:
+                self._runner.follow(self._attributes, before=_nothing, replayed=_nothing, label=_REPLAY)
             for name, layer in self._layers.items():
                 for method in ("do_kv_cache_update", "forward"):
                     self._tap(layer.impl, method, _PREFIX + name)
@@ -200,3 +230,7 @@ class DispatchReader:
             }
             for name, layer in self._layers.items()
         }
+
+
+def _nothing() -> None:
+    pass

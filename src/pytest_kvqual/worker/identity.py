@@ -57,16 +57,41 @@ def _read_back(module: torch.nn.Module, rows: int, columns: int, dtype: torch.dt
     return product.t().reshape(rows, columns)
 
 
-def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, str]:
+def held_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Digest of each parameter as the model holds it now, in whatever form its kernels want."""
+    return _digests({name: parameter.data for name, parameter in model.named_parameters() if parameter.numel()})
+
+
+def output_axes(model: torch.nn.Module) -> dict[str, int]:
+    """The axis of each parameter along which the engine stacks what it fuses, as the parameter itself says; else 0."""
+    return {name: int(getattr(parameter, "output_dim", None) or 0) for name, parameter in model.named_parameters()}
+
+
+def served_digests(
+    model: torch.nn.Module,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    *,
+    loaded: Mapping[str, str] | None = None,
+    after_load: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """Digest of each parameter as the forward pass uses it now.
 
     Where a kernel multiplies with a packed copy of a weight, the copy is read back through the kernel. If the engine
     kept the parameter beside the copy, both must agree; where they do not, the digest is that of both digests.
 
+    A quantised weight is repacked for its kernel and cannot be read back. With ``after_load``, each parameter that is
+    what it was right after its repacking has the digest that it was loaded with; one that is not has another. Between
+    the two stands the engine's own repacking, whose code is identified and whose result is not derived again.
+
     Args:
         model: The served model.
         shapes: Shape and dtype of each parameter as it was loaded.
+        loaded: What :func:`loaded_digests` found; needed with ``after_load``.
+        after_load: What :func:`held_digests` found right after loading; empty or None for a model that is not
+            quantised.
     """
+    if after_load:
+        return _since_load(held_digests(model), loaded or {}, after_load)
     modules = dict(model.named_modules())
     held: dict[str, torch.Tensor] = {}
     copies: dict[str, torch.Tensor] = {}
@@ -85,12 +110,30 @@ def served_digests(model: torch.nn.Module, shapes: Mapping[str, tuple[tuple[int,
     return found
 
 
+def _since_load(now: Mapping[str, str], loaded: Mapping[str, str], after_load: Mapping[str, str]) -> dict[str, str]:
+    found = {}
+    for name in {**loaded, **now, **after_load}:
+        held, before = now.get(name, "absent"), after_load.get(name, "absent")
+        if held != before:
+            found[name] = hashlib.sha256(f"{before} {held}".encode()).hexdigest()
+        elif name in loaded:
+            found[name] = loaded[name]
+    return found
+
+
 def expected_digests(
-    model: torch.nn.Module, folder: Path, dtype: torch.dtype, *, rank: int = 0, size: int = 1
+    model: torch.nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    axes: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
     """Digest of each parameter computed from the weight files alone, fused and sharded as the model declares.
 
-    The model's ``packed_modules_mapping`` names the file's modules that one parameter stacks along its first axis.
+    The model's ``packed_modules_mapping`` names the file's modules that one parameter stacks, along its first axis or
+    the one that ``axes`` says. Packed integers are loaded as they are in the file.
 
     Args:
         model: The served model; read for its modules' kinds, never for values.
@@ -98,6 +141,8 @@ def expected_digests(
         dtype: The type that the engine loads floating weights as.
         rank: This rank's place in its tensor-parallel group.
         size: The group's size.
+        axes: What :func:`output_axes` found when the model was loaded; its names are those of the parameters. None for
+            the parameters that the model has now, stacked along their first axis.
 
     Raises:
         WorkerError: A tensor of the files cannot be divided over the group.
@@ -111,7 +156,8 @@ def expected_digests(
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {}
     modules = dict(model.named_modules())
     parts: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters():
+    stacked = dict.fromkeys((name for name, _ in model.named_parameters()), 0) if axes is None else axes
+    for name in stacked:
         owner, _, attribute = name.rpartition(".")
         parent, _, leaf = owner.rpartition(".")
         leaves = packed.get(leaf, [leaf])
@@ -121,11 +167,21 @@ def expected_digests(
         opened = {path: stack.enter_context(safe_open(str(path), framework="pt")) for path in set(files.values())}
         for name, sources in parts.items():
             if all(source in files for source in sources):
-                pieces = [opened[files[source]].get_tensor(source).to(dtype) for source in sources]
+                pieces = [_loaded(opened[files[source]].get_tensor(source), dtype) for source in sources]
                 owner, _, attribute = name.rpartition(".")
-                pieces = _shard(modules[owner], attribute, name, pieces, rank, size)
-                tensors[name] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                axis = stacked[name]
+                if axis and size > 1:
+                    raise WorkerError(
+                        f"parameter {name} is stacked along axis {axis} over {size} ranks, expected one rank: how such"
+                        " a weight is divided is not restated here"
+                    )
+                pieces = pieces if axis else _shard(modules[owner], attribute, name, pieces, rank, size)
+                tensors[name] = torch.cat(pieces, dim=axis) if len(pieces) > 1 else pieces[0]
     return _digests(tensors)
+
+
+def _loaded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _shard(

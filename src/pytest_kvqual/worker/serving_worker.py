@@ -3,6 +3,10 @@
 It serves exactly as the stock worker does. Beyond that it runs the functions that an arm brings, installs the frozen V
 scales before warm-up and keeps what they were at three moments, digests the weights as the loader left them, and puts
 the oracle's taps on and off. Every ``kvqual_`` method returns JSON-ready values.
+
+One class stands on the CPU worker and on the GPU worker of vLLM, and on both of its model runners: where those differ
+is in :mod:`pytest_kvqual.worker.runner`. What only a GPU has (a state, graphs, taps in them) is reported as absent on a
+CPU.
 """
 
 from __future__ import annotations
@@ -16,15 +20,18 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.kv import formats
 from pytest_kvqual.kv.declarations import is_declared
 from pytest_kvqual.oracles.window import LayerView
-from pytest_kvqual.worker import identity, pool, scales, settings
+from pytest_kvqual.worker import device, identity, pool, scales, settings
 from pytest_kvqual.worker.attributes import Attributes
 from pytest_kvqual.worker.dispatch import DispatchReader, backend_name
+from pytest_kvqual.worker.places import made_on
+from pytest_kvqual.worker.runner import Runner, graph_mode, has_full_graphs, note_maps, runner_of
+from pytest_kvqual.worker.static_taps import StaticTap
 from pytest_kvqual.worker.step_inputs import StepInputs
 from pytest_kvqual.worker.taps import OracleTaps, layer_order
 from pytest_kvqual.worker.wire import CONFIG_KEY, WorkerConfig, WorkerError, decode_config, extend_path, resolve
 
 _DISTRIBUTIONS = ("torch", "transformers")
-_PARTS = frozenset({"layers", "parameters", "scales", "distributions", "settings"})
+_PARTS = frozenset({"layers", "parameters", "scales", "distributions", "settings", "device"})
 
 
 def _base_worker() -> type:
@@ -49,11 +56,15 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self._kvqual_windows = 0
         self._kvqual_dispatch: DispatchReader | None = None
         self._kvqual_inputs: StepInputs | None = None
+        self._kvqual_static: StaticTap | None = None
+        self._kvqual_eager = Attributes()
         self._kvqual_caches: dict[str, torch.Tensor] = {}
         self._kvqual_formats: dict[str, formats.Format] = {}
         self._kvqual_bytes: dict[str, tuple[float | None, float | None]] = {}
         self._kvqual_loaded: dict[str, str] = {}
         self._kvqual_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._kvqual_axes: dict[str, int] = {}
+        self._kvqual_served: dict[str, str] = {}
         self._kvqual_scales: dict[str, list[dict[str, object]]] = {}
         self._kvqual_activity = {"busy_ns": 0, "steps": 0, "tokens": 0}
         extend_path(self.kvqual_config.pythonpath)
@@ -72,6 +83,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         def digesting(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._kvqual_loaded = identity.loaded_digests(model)
             self._kvqual_shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+            self._kvqual_axes = identity.output_axes(model)
             return original(model, *args, **kwargs)
 
         base_loader.process_weights_after_loading = digesting
@@ -79,6 +91,8 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             super().load_model(*args, **kwargs)
         finally:
             base_loader.process_weights_after_loading = original
+        if self.model_config.quantization is not None:
+            self._kvqual_served = identity.held_digests(self.model_runner.get_model())
         scales.install(self.kvqual_layers(), self.kvqual_config.v_scales)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -91,7 +105,8 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             self._kvqual_caches[name] = cache
             self._kvqual_formats[name] = self._declared_format(layer, cache)
             # Before after_init: this is what the backend itself stores. Where its writes go is for routing to say.
-            self._kvqual_bytes[name] = self._observed_bytes(layer, cache)
+            with made_on(cache.device):
+                self._kvqual_bytes[name] = self._observed_bytes(layer, cache)
         self._kvqual_scales["before_warmup"] = scales.snapshot(self.kvqual_layers())
         for path in self.kvqual_config.after_init:
             resolve(path)(self)
@@ -99,14 +114,19 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         self.kvqual_undo.clear()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warms up; the scales are read immediately before graphs are captured, or at its end where none are."""
+        """Warms up; the scales are read immediately before graphs are captured, or at its end where none are.
+
+        With ``taps`` in the worker's configuration, full graphs are captured with the static taps on.
+        """
         runner = self.model_runner
         capture = getattr(runner, "capture_model", None)
         if capture is not None:
 
             def capturing(*args: Any, **kwargs: Any) -> Any:
                 self._kvqual_scales["before_capture"] = scales.snapshot(self.kvqual_layers())
-                return capture(*args, **kwargs)
+                if not (self.kvqual_config.taps and has_full_graphs(runner)):
+                    return capture(*args, **kwargs)
+                return self._capture_with_taps(lambda: capture(*args, **kwargs))
 
             runner.capture_model = capturing
         try:
@@ -116,6 +136,31 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
                 del runner.capture_model
         self._kvqual_scales.setdefault("before_capture", scales.snapshot(self.kvqual_layers()))
         return times
+
+    def _capture_with_taps(self, capture: Callable[[], Any]) -> Any:
+        """Captures with the static taps on; afterwards they are in the graphs and nowhere else."""
+        tokens = int(self.vllm_config.compilation_config.max_cudagraph_capture_size)
+        static = StaticTap(
+            self.kvqual_layers(),
+            tokens=tokens,
+            # A captured step may be padded to as many requests as tokens.
+            requests=max(tokens, int(self.scheduler_config.max_num_seqs)),
+            columns=self._kvqual_runner().columns(),
+            dtype=self.model_config.dtype,
+        )
+        notes = Attributes()
+        note_maps(notes, self.kvqual_metadata_builders())
+        static.install()
+        try:
+            captured = capture()
+        finally:
+            static.remove()
+            notes.restore()
+        self._kvqual_static = static
+        return captured
+
+    def _kvqual_runner(self) -> Runner:
+        return runner_of(self.model_runner)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """One engine step."""
@@ -164,12 +209,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
 
     def kvqual_metadata_builders(self) -> list[Any]:
         """The attention metadata builders of this rank."""
-        return [
-            builder
-            for groups in self.model_runner.attn_groups
-            for group in groups
-            for builder in group.metadata_builders
-        ]
+        return self._kvqual_runner().builders
 
     def _declared_format(self, layer: Any, cache: torch.Tensor) -> formats.Format:
         name = self.kvqual_config.kv_format
@@ -245,7 +285,15 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             "arm": self.kvqual_config.arm,
             "kv_format": self.kvqual_config.kv_format,
             "block_size": self.kvqual_block_size(),
+            "runner": {
+                "kind": self._kvqual_runner().kind,
+                "graphs": graph_mode(self.model_runner),
+                "taps_in_graphs": self._kvqual_static is not None,
+                "taps_bytes": self._kvqual_static.bytes if self._kvqual_static is not None else 0,
+            },
         }
+        if "device" in parts:
+            record["device"] = device.of(next(iter(self._kvqual_caches.values())).device)
         if "layers" in parts:
             record |= self._identity_layers(layers)
         if "parameters" in parts:
@@ -253,7 +301,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             size = int(self.parallel_config.tensor_parallel_size)
             record["parameters"] = {
                 "loaded": self._kvqual_loaded,
-                "now": identity.served_digests(model, self._kvqual_shapes),
+                "now": identity.served_digests(
+                    model, self._kvqual_shapes, loaded=self._kvqual_loaded, after_load=self._kvqual_served
+                ),
                 "expected": identity.expected_digests(
                     model,
                     self.kvqual_config.model_dir,
@@ -261,6 +311,7 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
                     # The innermost of the engine's parallel dimensions.
                     rank=int(self.rank) % size,
                     size=size,
+                    axes=self._kvqual_axes,
                 ),
             }
         if "scales" in parts:
@@ -310,23 +361,28 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         asked = options or {}
         if self._kvqual_window is not None:
             raise WorkerError("an oracle window is open already")
-        if self.model_runner.input_batch.num_reqs:
+        runner = self._kvqual_runner()
+        if runner.in_flight():
             raise WorkerError(
-                f"{self.model_runner.input_batch.num_reqs} requests are in flight, expected none before an oracle"
-                " window opens"
+                f"{runner.in_flight()} requests are in flight, expected none before an oracle window opens"
             )
+        if runner.unsupported():
+            raise WorkerError(f"the runner uses {', '.join(runner.unsupported())}, which the taps do not follow")
         fault = asked.get("fault")
         if fault is not None:
             self.kvqual_plant(str(fault))
+        probe, fills = asked.get("probe") is True, asked.get("fills") is True
         window = OracleTaps(
             layers=self.kvqual_layers(),
             views=self._views(),
             runner=self.model_runner,
             block_size=self.kvqual_block_size(),
             rounding=float(torch.finfo(self.model_config.dtype).eps) / 2,
-            probe=asked.get("probe") is True,
-            fills=asked.get("fills") is True,
+            probe=probe,
+            fills=fills,
             seed=self._kvqual_windows,
+            # Both need each layer to be called by itself: such a window lets every step run without graphs.
+            static=None if probe or fills else self._kvqual_static,
         )
         window.install()
         self._kvqual_window = window
@@ -335,6 +391,13 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
 
     def _views(self) -> list[LayerView]:
         """The attention layers as the oracles see them."""
+        size = self.kvqual_block_size()
+        for name, cache in self._kvqual_caches.items():
+            if cache.dim() != 4 or cache.shape[2] != size:
+                raise WorkerError(
+                    f"layer {name} has a cache of {tuple(cache.shape)}, expected [blocks, heads, {size}, content]: its"
+                    " kernels divide the scheduler's blocks"
+                )
         return [
             LayerView(
                 name=name,
@@ -371,9 +434,13 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         return pool.release()
 
     def kvqual_taps(self) -> dict[str, object]:
-        """Whether any tap or fault is in place, and how many blocks of the pool are held."""
+        """Whether any tap or fault is in place, and how many blocks of the pool are held.
+
+        Taps that the graphs were captured with are in place for the life of the server.
+        """
         return {
-            "installed": any(
+            "installed": self._kvqual_static is not None
+            or any(
                 held is not None and held.installed
                 for held in (self._kvqual_window, self._kvqual_dispatch, self._kvqual_inputs)
             ),
@@ -389,13 +456,27 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             catalogue = resolve("pytest_kvqual.faults.catalogue:lookup")
             plant = str(catalogue(fault))
         resolve(plant)(self)
+        self._kvqual_without_graphs()
         return {"planted": fault}
+
+    def _kvqual_without_graphs(self) -> None:
+        """While a fault is planted no step runs as a graph: a fault acts in Python, which a replay does not enter.
+
+        Kernels are read with the graphs all the same: a reading without them would differ from the healthy one whatever
+        the fault.
+        """
+        planted = bool(self.kvqual_undo) and self._kvqual_dispatch is None
+        if not planted:
+            self._kvqual_eager.restore()
+        elif not self._kvqual_eager and graph_mode(self.model_runner) != "NONE":
+            self._kvqual_runner().eager(self._kvqual_eager)
 
     def kvqual_unplant(self) -> dict[str, object]:
         """Takes back every planted fault."""
         undone = len(self.kvqual_undo)
         while self.kvqual_undo:
             self.kvqual_undo.pop()()
+        self._kvqual_without_graphs()
         return {"undone": undone}
 
     def kvqual_dispatch_start(self) -> dict[str, object]:
@@ -405,9 +486,18 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         if self._kvqual_window is not None:
             # The oracles' own operators would count as the layer's.
             raise WorkerError("an oracle window is open, expected none during a dispatch reading")
-        reader = DispatchReader(self.kvqual_layers())
-        reader.start()
+        reader = DispatchReader(
+            self.kvqual_layers(), runner=self._kvqual_runner() if has_full_graphs(self.model_runner) else None
+        )
+        # Before the reader's own hooks: what was put on last comes off first.
         self._kvqual_dispatch = reader
+        self._kvqual_without_graphs()
+        try:
+            reader.start()
+        except BaseException:
+            self._kvqual_dispatch = None
+            self._kvqual_without_graphs()
+            raise
         return {"installed": True}
 
     def kvqual_dispatch_finish(self) -> dict[str, object]:
@@ -415,7 +505,9 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
         reader, self._kvqual_dispatch = self._kvqual_dispatch, None
         if reader is None:
             raise WorkerError("no dispatch reading is open")
-        return {"rank": int(self.rank), "layers": reader.finish()}
+        layers = reader.finish()
+        self._kvqual_without_graphs()
+        return {"rank": int(self.rank), "layers": layers}
 
     def kvqual_inputs_start(self) -> dict[str, object]:
         """Digests the inputs of every step until :meth:`kvqual_inputs_finish`."""

@@ -4,8 +4,9 @@ A captured graph replays device work and re-enters no Python, so a tap there can
 ``buffer[:n].copy_(tensor)``, and a counter that the same graph adds to. Shapes are the graph's own; no value is read
 back while a step runs. After a replay, :meth:`StaticTap.feed` reads the buffers and hands them to the oracle.
 
-The copies stay in a graph that was captured with them, whatever :meth:`StaticTap.remove` takes off: capture again
-before anything is timed.
+The copies stay in a graph that was captured with them, whatever :meth:`StaticTap.remove` takes off. So a server whose
+graphs have taps is told so at its start, is used for the oracles and for nothing else, and says so whenever it is asked
+whether taps are installed; what is timed runs in another.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from pytest_kvqual.oracles.window import Window
 from pytest_kvqual.worker.attributes import Attributes
+from pytest_kvqual.worker.runner import maps_of
 from pytest_kvqual.worker.wire import WorkerError
 
 
@@ -41,6 +43,11 @@ class _Buffer:
         # Several graphs share the buffer: a smaller one must say how little of it is its own.
         for axis in range(self._sizes.numel()):
             self._sizes[axis].fill_(source.shape[axis])
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that it takes."""
+        return self._data.numel() * self._data.element_size()
 
     def read(self) -> torch.Tensor:
         """What the last graph wrote: a copy, which later replays leave alone."""
@@ -73,6 +80,8 @@ class _LayerBuffers:
         self.lengths = buffer("seq_lens", requests, kind=torch.int64)
         self.starts = buffer("query_start_loc", requests + 1, kind=torch.int64)
         self.heads = (impl.num_kv_heads, impl.num_heads, impl.head_size)
+        every = (self.key, self.value, self.query, self.output, self.slots, self.table, self.lengths, self.starts)
+        self.bytes = sum(one.bytes for one in every)
         # Added to by the graph itself: [updates, attentions] so far.
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.fed = [0, 0]
@@ -114,6 +123,11 @@ class StaticTap:
     def installed(self) -> bool:
         """Whether any tap is on. A graph captured meanwhile keeps its copies."""
         return bool(self._attributes)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all buffers."""
+        return sum(buffers.bytes for buffers in self._buffers.values())
 
     def install(self) -> None:
         """Puts the taps on.
@@ -210,9 +224,10 @@ def _attending(buffers: _LayerBuffers, original: Callable[..., Any]) -> Callable
         if metadata is None:  # the engine's profiling run
             return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
         buffers.query.copy(query.view(query.shape[0], heads, size))
-        buffers.table.copy(metadata.block_table)
-        buffers.lengths.copy(metadata.seq_lens)
-        buffers.starts.copy(metadata.query_start_loc)
+        maps = maps_of(metadata)
+        buffers.table.copy(maps.block_table)
+        buffers.lengths.copy(maps.seq_lens)
+        buffers.starts.copy(maps.query_start_loc)
         result = original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
         buffers.output.copy(output.view(output.shape[0], heads, size))
         buffers.counts[1].add_(1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pytest_kvqual.worker.attributes import Attributes
+from pytest_kvqual.worker.runner import maps_of, note_maps, runner_of
 from pytest_kvqual.worker.wire import WorkerError
 
 _BUILDS = ("build", "update_block_table")
@@ -37,7 +38,10 @@ def maps_digest(metadata: Sequence[tuple[Any, int]], *, fed: torch.Tensor, token
     """
     digest = hashlib.sha256()
     _add(digest, "tokens", fed[:tokens])
-    for group, (held, block_size) in enumerate(metadata):
+    for group, (built, block_size) in enumerate(metadata):
+        held = maps_of(built)
+        if held.slot_mapping is None:
+            raise WorkerError(f"found no slot_mapping in {type(built).__name__}, expected one")
         lengths = held.seq_lens[:requests].to("cpu", torch.int64)
         _add(digest, f"{group}.seq_lens", lengths)
         _add(digest, f"{group}.query_start_loc", held.query_start_loc[: requests + 1])
@@ -55,14 +59,13 @@ class StepInputs:
 
     Args:
         builders: The attention metadata builders, one or more per cache group.
-        runner: The engine's model runner: ``execute_model(scheduled, ...)`` bounds a step, ``input_ids.gpu`` holds
-            the tokens it feeds.
+        runner: The engine's model runner: ``execute_model(scheduled, ...)`` bounds a step.
         block_size: Tokens per block where a builder does not say otherwise in ``kv_cache_spec.block_size``.
     """
 
     def __init__(self, *, builders: Sequence[Any], runner: Any, block_size: int) -> None:
         self._builders = list(builders)
-        self._runner = runner
+        self._runner = runner_of(runner)
         self._block_size = block_size
         self._attributes = Attributes()
         self._scheduled: Any = None
@@ -87,7 +90,10 @@ class StepInputs:
             raise WorkerError("found no attention metadata builder, expected one per cache group, in the model runner")
         self._digests.clear()
         self._objection = ""
-        self._attributes.replace(self._runner, "execute_model", self._stepping(self._runner.execute_model))
+        runner = self._runner.runner
+        self._attributes.replace(runner, "execute_model", self._stepping(runner.execute_model))
+        note_maps(self._attributes, self._builders)
+        self._runner.follow(self._attributes, before=_nothing, replayed=_nothing)
         for builder in self._builders:
             spec = getattr(builder, "kv_cache_spec", None)
             block_size = int(getattr(spec, "block_size", None) or self._block_size)
@@ -128,12 +134,12 @@ class StepInputs:
             self._digests.append(
                 maps_digest(
                     self._parts,
-                    fed=self._runner.input_ids.gpu,
+                    fed=self._runner.fed(),
                     tokens=int(scheduled.total_num_scheduled_tokens),
                     requests=len(scheduled.num_scheduled_tokens),
                 )
             )
-        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        except (WorkerError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
             # Reported by finish: an exception here would end the engine.
             self._objection = f"step {step}: {error}, expected block_table, seq_lens, query_start_loc and slot_mapping"
         self._parts.clear()
@@ -154,3 +160,7 @@ class StepInputs:
         if self._objection:
             raise WorkerError(self._objection)
         return {"steps": len(self._digests), "digests": list(self._digests)}
+
+
+def _nothing() -> None:
+    pass

@@ -3,6 +3,12 @@
 A tap is an instance attribute over ``impl.do_kv_cache_update`` and ``impl.forward``. It sees what the engine hands in,
 calls whatever was there before (a seeded fault included) and checks in place; tensors never leave the worker. Removing
 the taps restores the very objects that were found.
+
+A step that replays a full graph calls no layer from Python. What its layers were given comes from the static taps that
+the graph was captured with (:mod:`pytest_kvqual.worker.static_taps`), once it has run. Where it has none, or where each
+layer must be called by itself, no step of the window runs as a graph.
+
+The oracles make their own tensors where the caches are, so that nothing is compared across devices.
 """
 
 from __future__ import annotations
@@ -14,6 +20,9 @@ import torch
 
 from pytest_kvqual.oracles.window import LayerView, Window
 from pytest_kvqual.worker.attributes import Attributes
+from pytest_kvqual.worker.places import made_by_the_engine, made_on
+from pytest_kvqual.worker.runner import graph_mode, maps_of, note_maps, resolved, runner_of
+from pytest_kvqual.worker.static_taps import StaticTap
 from pytest_kvqual.worker.wire import WorkerError
 
 
@@ -24,6 +33,7 @@ class OracleTaps:
         layers: Every attention layer of this rank by name, in layer order.
         views: The same layers as the oracles see them, in the same order.
         runner: The engine's model runner: read for the row order and the tokens of each step, nothing else.
+        static: The taps in the runner's full graphs, where it has been captured with any.
         block_size: Tokens per block of the engine's block table.
         rounding: Rounding unit of the model's 16-bit type.
         probe: See :class:`pytest_kvqual.oracles.window.Window`.
@@ -42,18 +52,33 @@ class OracleTaps:
         probe: bool = False,
         fills: bool = False,
         seed: int = 0,
+        static: StaticTap | None = None,
     ) -> None:
+        if static is not None and (probe or fills):
+            raise WorkerError(
+                "found static taps with fingerprints or fills, expected none of them: a graph runs each layer once"
+            )
         self._layers = dict(layers)
-        self._runner = runner
+        self._runner = runner_of(runner)
+        self._static = static
+        self._device = views[0].cache.device
         self._attributes = Attributes()
         self._scheduled: Any = None
+        self._replays = 0
         self.window = Window(views, block_size=block_size, rounding=rounding, probe=probe, fills=fills, seed=seed)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Digests every block of every layer and puts the taps on."""
-        self.window.open()
+        with made_on(self._device):
+            self.window.open()
+        note_maps(self._attributes, self._runner.builders)
+        self._runner.follow(self._attributes, before=self._planned, replayed=self._replayed)
+        if self._static is not None:
+            self._static.skip()
+        elif graph_mode(self._runner.runner) != "NONE":
+            self._runner.eager(self._attributes)
         for name, layer in self._layers.items():
             impl = layer.impl
             self._attributes.replace(impl, "do_kv_cache_update", self._updating(name, impl.do_kv_cache_update))
@@ -69,14 +94,24 @@ class OracleTaps:
         self._attributes.restore()
 
     def finish(self) -> dict[str, object]:
-        """Takes the taps off and returns the record of the window."""
+        """Takes the taps off and returns the record of the window.
+
+        Its conditions have one more: ``replayed``, the steps that ran as a full graph.
+        """
         self.remove()
-        return self.window.finish()
+        with made_on(self._device):
+            record = self.window.finish()
+        conditions = record["conditions"]
+        return {**record, "conditions": {**conditions, "replayed": self._replays}}  # type: ignore[dict-item]  # counts
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, scheduled: Any) -> None:
         """Follows the scheduler's decisions of one step: which request holds which blocks."""
+        with made_on(self._device):
+            self._decided(scheduled)
+
+    def _decided(self, scheduled: Any) -> None:
         window = self.window
         self._scheduled = scheduled
         # In this order: what a finished or preempted request held may be granted to another in the same step.
@@ -104,13 +139,14 @@ class OracleTaps:
     def end_step(self, output: Any) -> None:
         """Learns the tokens that the step sampled: they are what the next step must be fed."""
         self._scheduled = None
+        output = resolved(output)
         if output is None or not getattr(output, "req_ids", None):
             return
         for request, sampled in zip(output.req_ids, output.sampled_token_ids, strict=False):
             self.window.sampled(request, sampled)
 
     def _planned(self) -> None:
-        """Opens the step in the window at the first tap of it: the runner has ordered its rows by then."""
+        """Opens the step in the window, once: the runner has ordered its rows by then, and no layer has run."""
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is None:
             return
@@ -118,28 +154,33 @@ class OracleTaps:
         cached = scheduled.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         counts = scheduled.num_scheduled_tokens
-        order = [request for request in self._runner.input_batch.req_ids if request in counts]
-        if sorted(order) != sorted(counts):
+        order = self._runner.order(scheduled)
+        with made_on(self._device):
+            self.window.begin([(request, starts[request], counts[request]) for request in order], self._runner.fed())
+
+    def _replayed(self) -> None:
+        """Hands over what the static taps hold of the graph that ran."""
+        self._replays += 1
+        if self._static is None:
             raise WorkerError(
-                f"the runner's batch holds {len(order)} of the {len(counts)} requests that the scheduler scheduled,"
-                " expected all"
+                "found a full graph without taps in it, expected the oracles to see each layer; boot the server with"
+                " taps, or the engine in eager mode"
             )
-        self.window.begin(
-            [(request, starts[request], counts[request]) for request in order], self._runner.input_ids.gpu
-        )
+        with made_on(self._device):
+            self._static.feed(self.window)
 
     # -- taps -----------------------------------------------------------------------------------------------------
 
     def _updating(self, name: str, original: Callable[..., object]) -> Callable[..., None]:
         def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
             self._planned()
-            self.window.update(
-                name,
-                key,
-                value,
-                slot_mapping,
-                write=lambda key, value: original(layer, key, value, kv_cache, slot_mapping),
-            )
+
+            def write(key: torch.Tensor, value: torch.Tensor) -> object:
+                with made_by_the_engine(self._device):
+                    return original(layer, key, value, kv_cache, slot_mapping)
+
+            with made_on(self._device):
+                self.window.update(name, key, value, slot_mapping, write=write)
 
         return update
 
@@ -156,22 +197,25 @@ class OracleTaps:
             **kwargs: Any,
         ) -> object:
             def run(query: torch.Tensor, key: Any, value: Any) -> object:
-                return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
+                with made_by_the_engine(self._device):
+                    return original(layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
 
             if metadata is None:
                 return run(query, key, value)
             self._planned()
-            return self.window.attend(
-                name,
-                query,
-                key,
-                value,
-                block_table=metadata.block_table,
-                seq_lens=metadata.seq_lens,
-                query_start_loc=metadata.query_start_loc,
-                output=output,
-                run=run,
-            )
+            maps = maps_of(metadata)
+            with made_on(self._device):
+                return self.window.attend(
+                    name,
+                    query,
+                    key,
+                    value,
+                    block_table=maps.block_table,
+                    seq_lens=maps.seq_lens,
+                    query_start_loc=maps.query_start_loc,
+                    output=output,
+                    run=run,
+                )
 
         return forward
 

@@ -22,7 +22,7 @@ _KEYS = {
     "pythonpath",
     "distribution",
 }
-_OPTIONAL = {"checkouts"}
+_OPTIONAL = {"taps", "checkouts"}
 
 
 class WorkerError(RuntimeError):
@@ -33,7 +33,8 @@ class WorkerError(RuntimeError):
 class WorkerConfig:
     """What the server's command line tells the worker.
 
-    ``v_scales`` holds one float per attention layer in layer order, or None for an arm without frozen scales.
+    ``v_scales`` holds one float per attention layer in layer order, or None for an arm without frozen scales. With
+    ``taps`` the full graphs are captured with static taps in them: the server is then one for the oracles.
     ``checkouts`` is the file with the digests of the source trees that the arm brings, None where it brings none.
     """
 
@@ -47,6 +48,7 @@ class WorkerConfig:
     pythonpath: tuple[str, ...]
     distribution: str
     checkouts: Path | None = None
+    taps: bool = False
 
 
 def _strings(value: object, key: str) -> tuple[str, ...]:
@@ -72,6 +74,9 @@ def decode_config(additional_config: object) -> WorkerConfig:
         raise WorkerError(f"additional_config has no mapping {CONFIG_KEY!r}; start the server through pytest-kvqual")
     if set(raw) - _OPTIONAL != _KEYS:
         raise WorkerError(f"additional_config.{CONFIG_KEY} has the keys {sorted(raw)}, expected {sorted(_KEYS)}")
+    taps = raw.get("taps", False)
+    if not isinstance(taps, bool):
+        raise WorkerError(f"additional_config.{CONFIG_KEY}.taps is {taps!r}, expected true or false")
     scales = raw["v_scales"]
     if scales is not None:
         if not isinstance(scales, Sequence) or not all(isinstance(item, float) for item in scales):
@@ -88,6 +93,7 @@ def decode_config(additional_config: object) -> WorkerConfig:
         pythonpath=_strings(raw["pythonpath"], "pythonpath"),
         distribution=_string(raw["distribution"], "distribution"),
         checkouts=Path(_string(raw["checkouts"], "checkouts")) if "checkouts" in raw else None,
+        taps=taps,
     )
 
 

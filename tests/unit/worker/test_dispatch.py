@@ -12,6 +12,7 @@ import torch
 
 from pytest_kvqual.kv.backends import k16v8, reference
 from pytest_kvqual.worker.dispatch import Activity, DispatchReader, attribute
+from pytest_kvqual.worker.runner import RunnerV2
 from pytest_kvqual.worker.wire import WorkerError
 
 BLOCK, HEADS, KV_HEADS, SIZE = 8, 6, 3, 16
@@ -234,3 +235,65 @@ def test_an_operator_belongs_to_the_range_of_its_thread() -> None:
         _activity("cpu_op", "after", 101, 102),
     ]
     assert attribute(trace, ["a", "b"]) == {"a": {"inside"}, "b": {"second thread"}}
+
+
+def _entry(kind: str, name: str, start: int, end: int, correlation: int = 0, *, thread: int = 1) -> Activity:
+    return Activity(kind=kind, name=name, start=start, end=end, thread=thread, correlation=correlation, linked=0)
+
+
+def test_the_kernels_of_a_full_graph_are_every_layers() -> None:
+    """What a replay launched is known for the step alone; an eager step's kernels stay with the layer that ran them."""
+    found = attribute(
+        [
+            _entry("user_annotation", "kvqual.dispatch/a", 0, 10),
+            _entry("cuda_runtime", "cudaLaunchKernel", 2, 3, 7),
+            _entry("kernel", "prefill_kernel", 30, 40, 7),
+            _entry("user_annotation", "kvqual.replay", 50, 60),
+            _entry("cuda_runtime", "cudaGraphLaunch", 52, 53, 8),
+            _entry("kernel", "decode_kernel", 70, 80, 8),
+            _entry("gpu_memcpy", "Memcpy DtoD", 80, 81, 8),
+        ],
+        ["a", "b"],
+    )
+    assert found == {
+        "a": {"prefill_kernel", "decode_kernel", "Memcpy DtoD"},
+        "b": {"decode_kernel", "Memcpy DtoD"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "end"),
+    [
+        ("cudaGraphLaunch", 20, 21),
+        ("cudaGraphLaunch", 59, 61),
+        ("cudaLaunchKernel", 52, 53),
+    ],
+    ids=["piecewise", "past-the-range", "no-graph"],
+)
+def test_other_launches_are_no_layers(name: str, start: int, end: int) -> None:
+    """Piecewise graphs are launched outside a replay's range, sampling's kernels without a graph: they are nobody's."""
+    found = attribute(
+        [
+            _entry("user_annotation", "kvqual.replay", 50, 60),
+            _entry("cuda_runtime", name, start, end, 8),
+            _entry("kernel", "gemm", 70, 80, 8),
+        ],
+        ["a"],
+    )
+    assert found == {"a": set()}
+
+
+def test_a_replay_stands_in_a_range_of_its_own() -> None:
+    """With a runner that replays graphs, the reader puts a range around each replay and takes it off again."""
+    layers = {"a": _layer(_Impl(reference))}
+    manager = SimpleNamespace(run_fullgraph=lambda: torch.ones(2) + 1)
+    prepare = lambda batch: None  # noqa: E731 - a method of the runner
+    runner = RunnerV2(SimpleNamespace(prepare_attn=prepare, cudagraph_manager=manager))
+    reader = DispatchReader(layers, runner=runner)
+    reader.start()
+    manager.run_fullgraph()
+    profiler = reader._profiler
+    reader.finish()
+    names = {str(event.name()) for event in profiler.profiler.kineto_results.events()}
+    assert "kvqual.replay" in names
+    assert runner.runner.prepare_attn is prepare

@@ -307,8 +307,8 @@ def test_a_step_is_opened_once_by_its_first_call() -> None:
     taps._planned()
     assert [name for name, *_ in spy.told] == ["admit"]
     taps.begin_step(step)
-    taps._runner.input_batch.req_ids = ["b", "a"]
-    taps._runner.input_ids.gpu = "fed"
+    taps._runner.runner.input_batch.req_ids = ["b", "a"]
+    taps._runner.runner.input_ids.gpu = "fed"
     taps._planned()
     taps._planned()
     assert spy.told[-1] == ("begin", [("b", 3, 1), ("a", 5, 2)], "fed")

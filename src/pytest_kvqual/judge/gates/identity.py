@@ -23,7 +23,10 @@ group as (address, port). The rules, for each rank where they speak of a record:
 10. Every loaded module of those distributions was traced to a recorded file.
 11. All listening sockets are loopback addresses, and there is at least one.
 12. Null: the control's document keeps rules 1 to 11 as its own arm, with scales of 1.0.
-13. Poison: each document taken with a planted fault is objected to under the rule that claims the fault: 7 for
+13. In a study of platform ``gpu`` each rank's record names its one device, with the driver and the settings that its
+    driver tells, and the control ran on the same device with the same driver and settings. What the state was at that
+    moment (clocks, power, temperature) is kept in the details and decides nothing.
+14. Poison: each document taken with a planted fault is objected to under the rule that claims the fault: 7 for
     ``weights-altered`` and ``packed-weights-altered``, 8 for ``scale-copy-altered``, any of 2 to 11 for another. Every
     fault of ``faults`` was run.
 """
@@ -97,6 +100,8 @@ def judge(
             null_objections.add(
                 _check(study, control, null, cache_bytes=cache_bytes, scales=None, origin="null identity")
             )
+            if study.platform == "gpu":
+                _same_devices(null_objections, candidate, null)
         check = null_check(null_objections, f"{control.name if control else ''}: every rule kept")
     return conclude(
         GATE,
@@ -188,6 +193,9 @@ def _rank(
         _scales(result, study, rank, layers, where, scales)
     with result.reading(9):
         _distributions(result, study, rank, where)
+    if study.platform == "gpu":
+        with result.reading(13):
+            _device(result, rank, where)
     with result.reading(10):
         modules = rank.table("modules", known=None)
         modules.integer("traced", minimum=1)
@@ -419,6 +427,53 @@ def _distributions(result: Objections, study: Study, rank: Table, where: str) ->
         )
 
 
+def _device(result: Objections, rank: Table, where: str) -> None:
+    record = rank.table("device", known=None)
+    devices = record.raw("devices")
+    if not isinstance(devices, list) or len(devices) != 1 or not isinstance(devices[0], Mapping):
+        count = len(devices) if isinstance(devices, list) else "no list of"
+        result.gap(13, f"{where}: found {count} devices, expected one: {record.string('reason') or 'no reason given'}")
+        return
+    for key in ("uuid", "name"):
+        if not isinstance(devices[0].get(key), str) or not devices[0][key]:
+            result.gap(13, f"{where}: found the device's {key} {devices[0].get(key)!r}, expected a word")
+    if not isinstance(devices[0].get("settings"), Mapping) or not devices[0]["settings"]:
+        result.gap(13, f"{where}: found no settings of the device, expected what its driver tells")
+
+
+def _same_devices(result: Objections, candidate: object, null: object) -> None:
+    for place, (one, other) in enumerate(zip(_devices(candidate), _devices(null), strict=False)):
+        for key in sorted({*one, *other} - {"state"}):
+            if one.get(key) != other.get(key):
+                result.gap(
+                    13,
+                    f"rank {place}: found the control's device with {key} {other.get(key)!r}, expected {one.get(key)!r}"
+                    " as of the arm under qualification",
+                )
+
+
+def _devices(document: object) -> list[dict[str, object]]:
+    """Per rank what its record says of its device, flat; nothing where there is none."""
+    ranks = _get(document, "ranks")
+    found = []
+    for rank in ranks if isinstance(ranks, list) else ():
+        record = _get(rank, "device")
+        devices = _get(record, "devices")
+        if isinstance(devices, list) and len(devices) == 1 and isinstance(devices[0], Mapping):
+            one = devices[0]
+            settings = one.get("settings")
+            found.append(
+                {
+                    "driver": _get(record, "driver"),
+                    "cuda": _get(record, "cuda"),
+                    **{key: one.get(key) for key in ("uuid", "name", "memory_bytes", "compute_capability")},
+                    **(settings if isinstance(settings, Mapping) else {}),
+                    "state": one.get("state"),
+                }
+            )
+    return found
+
+
 def _sockets(result: Objections, outer: Table, origin: str) -> None:
     sockets = _list(outer, "sockets")
     if not sockets:
@@ -470,7 +525,9 @@ def _counts(document: object) -> dict[str, object]:
     first = ranks[0] if isinstance(ranks, list) and ranks else None
     layers, parameters = _get(first, "layers"), _get(_get(first, "parameters"), "now")
     sockets, pool = _get(document, "sockets"), _get(first, "pool_bytes")
+    devices = _devices(document)
     return {
+        **({"devices": devices} if devices else {}),
         "ranks": len(ranks) if isinstance(ranks, list) else 0,
         "layers": len(layers) if isinstance(layers, list) else 0,
         "parameters": len(parameters) if isinstance(parameters, Mapping) else 0,
