@@ -1,7 +1,7 @@
 """The Triton backend on CPU tensors, in Triton's interpreter: bits, attention against float64, seeded faults.
 
 The bodies are in ``tests/support/triton_cases.py`` and run in one child process. What the compiler makes of the kernels
-is not shown here; ``test_triton_compiles.py`` compiles them, and ``scripts/device_check.py`` runs them on a GPU.
+is not shown here; ``engine/test_triton_compiles.py`` compiles them, and ``scripts/device_check.py`` runs them on a GPU.
 """
 
 from __future__ import annotations
