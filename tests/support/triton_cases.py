@@ -286,14 +286,22 @@ def refused(call: str) -> str:
 
 
 def under_the_oracles(geometry: str, kv_format: str, plant: str, section: str, flags: dict[str, Any]) -> int:
-    """Objections of a section on the short workload, with a planted fault or (empty name) without."""
+    """Objections of a section on three steps of two requests, with a planted fault or (empty name) without."""
     from pytest_kvqual.transfer import plants
     from pytest_kvqual.transfer.check import find_backend, run
-    from pytest_kvqual.transfer.workload import Script, short_workload
+    from pytest_kvqual.transfer.workload import Script
 
     sizes = parse_geometry(geometry)
     subject = find_backend(f"pytest_kvqual.kv.backends.triton_k16v8:{kv_format}")
-    script: Script = short_workload(sizes.block_size)
+    script = Script(
+        (
+            ("submit", "left", ((1, sizes.block_size + 1),), ""),
+            ("submit", "right", ((2, 3),), ""),
+            ("step", (("left", None), ("right", None)), 0, {}, {}),
+            ("step", (("right", 1), ("left", 1)), 1, {}, {}),
+            ("step", (("left", 1), ("right", 1)), 0, {}, {}),
+        )
+    )
     outcome = run(subject, sizes, script, layers=1, blocks=16, plant=getattr(plants, plant) if plant else None, **flags)
     return len(outcome.objections([section] if section else SECTIONS))
 

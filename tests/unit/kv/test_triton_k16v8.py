@@ -1,7 +1,7 @@
 """The Triton backend on CPU tensors, in Triton's interpreter: bits, attention against float64, seeded faults.
 
 The bodies are in ``tests/support/triton_cases.py`` and run in one child process. What the compiler makes of the kernels
-is not shown here; ``test_triton_compiles.py`` compiles them, and ``scripts/device_check.py`` runs them on a GPU.
+is not shown here; ``engine/test_triton_compiles.py`` compiles them, and ``scripts/device_check.py`` runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_another_format_is_refused() -> None:
 
 @pytest.mark.parametrize("kv_format", ["k16v8", "k16v16"])
 def test_a_healthy_backend_is_met_with_silence(interpreted: Run, kv_format: str) -> None:
-    """No oracle objects to the short workload with fingerprints and fills."""
+    """No oracle objects to prefill and decode steps with fingerprints, nor, for K16/V8, with fills."""
     flags = {"probe": True, "fills": kv_format == "k16v8"}
     assert interpreted(cases.under_the_oracles, str(cases.SMALL), kv_format, "", "", flags) == 0
 

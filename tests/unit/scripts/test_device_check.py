@@ -26,6 +26,7 @@ def _module() -> Any:
     return module
 
 
+@pytest.mark.engine  # a quarter of a minute; no engine is booted
 def test_the_tiny_form_runs_every_section(tmp_path: Path) -> None:
     """Every section of the check runs and passes; the document is JSON, and the same text goes to the file."""
     command = [sys.executable, str(SCRIPT), "--cpu", "--output", str(tmp_path / "found.json")]

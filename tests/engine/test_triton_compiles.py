@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.engine  # seconds of compiling; no engine is booted
+
 CODE = """
 import triton
 from triton.backends.compiler import GPUTarget
