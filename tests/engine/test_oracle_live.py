@@ -148,7 +148,7 @@ def test_the_stock_8_bit_cache_is_not_what_is_defined(arm: str, tmp_path: Path) 
     assert record["stale-maps"]["kinds"] == {}
     open_arm = replace(selection, arm=replace(selection.arm, kv_format="a-stock-format"))
     with serving(open_arm, tmp_path / "open.log") as server:
-        (identity,) = rpc.call(server.base_url, "kvqual_identity", {"parts": ["layers"]}, timeout_s=60)
+        identity: Any = rpc.call(server.base_url, "kvqual_identity", {"parts": ["layers"]}, timeout_s=60)[0]
         found: Any = capture_oracle(
             server,
             panel,

@@ -57,7 +57,7 @@ class FakeAttempt(Attempt):
         if event in FakeAttempt.broken:
             raise FakeAttempt.broken[event]
 
-    def boot(self) -> None:
+    def boot(self, *, log: str = "server.log", taps: bool = False) -> None:
         self._happens("boot")
 
     def stop(self, *, gone: bool = False) -> None:

@@ -173,7 +173,7 @@ def e5m2_values() -> torch.Tensor:
             values.append(sign * math.ldexp(mantissa, -16))
         else:
             values.append(sign * math.ldexp(4 + mantissa, exponent - 17))
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def encode_e5m2(values: torch.Tensor) -> torch.Tensor:
@@ -598,7 +598,7 @@ class CpuAttn8:
 
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         table = e4m3_values() if self.kind == "e4m3" else e5m2_values()
-        return table[cells.k.long()] * _scale(self.k_scale), table[cells.v.long()] * _scale(v_scale)
+        return _meant(table, cells.k) * _scale(self.k_scale), _meant(table, cells.v) * _scale(v_scale)
 
     def read(self, cache: torch.Tensor, slots: torch.Tensor) -> Cells:
         return _read_tiles(cache, slots, self.layout, torch.uint8, self.name)
