@@ -397,13 +397,16 @@ class QualificationSession:
         """Decide one gate, once."""
         if name in self._decisions:
             pytest.fail(f"gate {name}: found a second decision in this run, expected one", pytrace=False)
+        # Failed outside the handler: pytest would print both, one as the cause of the other.
+        failure = ""
         try:
-            decision = self.campaign.decide(name)
+            self._decisions[name] = self.campaign.decide(name)
         except KvqualError as error:
             # Its receipt could not be written: there is no verdict, whatever was judged.
-            pytest.fail(error.line(), pytrace=False)
-        self._decisions[name] = decision
-        return decision
+            failure = error.line()
+        if failure:
+            pytest.fail(failure, pytrace=False)
+        return self._decisions[name]
 
     def pilot(self) -> Pilot:
         """The exploratory measurement of this run."""
@@ -411,10 +414,13 @@ class QualificationSession:
 
     def explore(self) -> None:
         """Measure the arm at one load, and keep what to say about it for the report."""
+        refusal = ""
         try:
             self._explored += self.campaign.pilot(self._config.getoption("cell"))
         except KvqualError as error:
-            pytest.fail(error.line(), pytrace=False)
+            refusal = error.line()
+        if refusal:
+            pytest.fail(refusal, pytrace=False)
 
     def progress(self, line: str) -> None:
         """Write one line on the terminal, also while a test's output is captured."""
@@ -558,7 +564,7 @@ class QualificationSession:
             self.campaign.study.gates,
             self._decisions,
             notes=self._notes,
-            timing=self._timing,
+            unasked={plan.name for plan in self.campaign.study.gates if plan.timing and not self._asked(plan)},
             run_dir=self.campaign.run_dir,
         )
 

@@ -82,8 +82,8 @@ def test_a_campaign_in_order_is_accepted(timed: TimedRun) -> None:
     assert [finding.line() for finding in result.report.findings] == []
     assert result.timing == "allowed"
     assert result.passed
-    assert result.verdict().startswith("PASSED: every check holds, every required gate passes")
-    assert result.verdict().endswith("; timing allowed")
+    assert result.verdict().startswith("PASSED: every check holds, every required gate that does not time passes")
+    assert result.verdict().endswith(", and of those that time trial, superiority; timing allowed")
     assert timed.superiority is not None
     assert [(gate.gate, gate.derived, gate.derived_figure) for gate in result.timed] == [
         ("trial", "PASS", timed.verdicts["candidate", 6].figure),
@@ -130,7 +130,11 @@ def test_a_candidate_that_is_not_faster_does_not_pass(tmp_path: Path) -> None:
     ("outcome", "passed", "words"),
     [
         ("", True, "PASSED: every check holds, every required gate that does not time passes"),
-        ("PASS", True, "PASSED: every check holds, every required gate passes"),
+        (
+            "PASS",
+            True,
+            "PASSED: every check holds, every required gate that does not time passes, and of those that time trial",
+        ),
         ("FAIL", False, "FAILED: the records are consistent; every required gate that does not time passes"),
     ],
 )

@@ -4,16 +4,18 @@ Run it on an idle machine: ``python tests/benchmarks/worker.py``. The control ar
 turn (A B B A, ``--cycles`` times), one server at a time; in that of ``ServingWorker`` an oracle window is opened and
 closed first. A round is 32 requests of 64 tokens in a closed loop of 32. Pairs are rounds of neighbouring servers.
 
-Two servers of one class differ by some per cent, so ``--within`` pairs rounds of one server: what ``ServingWorker``
-does in a step is taken away (:func:`stock_steps`) and given back, in turn.
+Two servers of one class differ by some per cent, and so do two rounds of one server. ``--within`` therefore pairs steps
+that follow each other in one server, of which one is the stock class's (:func:`alternating`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
+import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -34,7 +36,7 @@ from pytest_kvqual.study.model import Selection
 from pytest_kvqual.worker.wire import WorkerError
 
 STOCK = "vllm.v1.worker.cpu_worker.CPUWorker"
-TOKENS = 64
+REQUESTS, TOKENS = 32, 64
 
 
 def one_round(base_url: str, selection: Selection, folder: Path, name: str) -> float:
@@ -79,42 +81,71 @@ def rounds(selection: Selection, worker_class: str, folder: Path, number: int) -
         return [one_round(server.base_url, selection, folder, str(index)) for index in range(number + 1)][1:]
 
 
-STEP_METHODS = ("execute_model", "sample_tokens")
+STEPS = "KVQUAL_BENCHMARK_STEPS"
 
 
-def stock_steps(worker: Any) -> None:
-    """Make this worker's steps those of the stock class, until the fault is taken back. Runs inside the worker.
+def alternating(worker: Any) -> None:
+    """Make every other step of this worker the stock class's, and time both. Runs inside the worker.
+
+    Of two steps in a row one is that of ``ServingWorker`` and one the stock class's, in turn first. When this is taken
+    back, ``[whose, tokens, ns]`` of each step is written to the file that :data:`STEPS` names.
 
     Raises:
         WorkerError: ``ServingWorker`` has no such method of its own: nothing would be compared.
     """
     own = next(cls for cls in type(worker).__mro__ if cls.__name__ == "ServingWorker")
-    for name in STEP_METHODS:
-        if name not in vars(own):
-            raise WorkerError(f"found no {name} in ServingWorker, expected one, in {__name__}")
-        setattr(worker, name, getattr(super(own, worker), name))
-        worker.kvqual_undo.append(lambda name=name: delattr(worker, name))
+    names = ("execute_model", "sample_tokens")
+    if not all(name in vars(own) for name in names):
+        raise WorkerError(f"found no {' or no '.join(names)} in ServingWorker, expected both, in {__name__}")
+    calls = [
+        {name: getattr(worker, name) for name in names},
+        {name: getattr(super(own, worker), name) for name in names},
+    ]
+    steps: list[list[int]] = []
+
+    def execute_model(scheduled: Any) -> Any:
+        whose = (len(steps) + len(steps) // 2) % 2
+        begun = time.monotonic_ns()
+        output = calls[whose]["execute_model"](scheduled)
+        steps.append([whose, scheduled.total_num_scheduled_tokens, time.monotonic_ns() - begun])
+        return output
+
+    def sample_tokens(*arguments: Any, **named: Any) -> Any:
+        begun = time.monotonic_ns()
+        output = calls[steps[-1][0]]["sample_tokens"](*arguments, **named)
+        steps[-1][2] += time.monotonic_ns() - begun
+        return output
+
+    def undo() -> None:
+        del worker.execute_model, worker.sample_tokens
+        Path(os.environ[STEPS]).write_text(json.dumps(steps))
+
+    worker.execute_model, worker.sample_tokens = execute_model, sample_tokens
+    worker.kvqual_undo.append(undo)
 
 
-def within(selection: Selection, folder: Path, number: int) -> tuple[list[float], list[float]]:
-    """Output tokens per second of ``number`` rounds with the steps of ``ServingWorker`` and of as many stock ones."""
-    here = Path(__file__).resolve().parent
-    arm = replace(selection.arm, pythonpath=(*selection.arm.pythonpath, here, here.parent / "support"))
-    own: list[float] = []
-    stock: list[float] = []
+def within(selection: Selection, folder: Path, number: int) -> list[float]:
+    """Stock step time over that of ``ServingWorker``, of each two steps in a row that decode 32 requests."""
+    here, arm = Path(__file__).resolve().parent, selection.arm
+    arm = replace(
+        arm,
+        pythonpath=(*arm.pythonpath, here, here.parent / "support"),
+        environment={**arm.environment, STEPS: str(folder / "steps.json")},
+    )
     with serving(replace(selection, arm=arm), folder / "server.log") as server:
         untap(server.base_url)
         one_round(server.base_url, selection, folder, "warm-up")
+        rpc.call(server.base_url, "kvqual_plant", f"{Path(__file__).stem}:alternating")
         for index in range(number):
-            for plain in (False, True) if index % 2 == 0 else (True, False):
-                if plain:
-                    rpc.call(server.base_url, "kvqual_plant", f"{Path(__file__).stem}:stock_steps")
-                rate = one_round(server.base_url, selection, folder, f"{index}-{plain}")
-                (stock if plain else own).append(rate)
-                if plain:
-                    rpc.call(server.base_url, "kvqual_unplant")
-            print(f"pair {index}: {own[-1]:.1f} / {stock[-1]:.1f} tokens/s", flush=True)
-    return own, stock
+            one_round(server.base_url, selection, folder, str(index))
+        rpc.call(server.base_url, "kvqual_unplant")
+    steps = json.loads((folder / "steps.json").read_text())
+    ratios = []
+    for pair in zip(steps[::2], steps[1::2], strict=False):
+        times = {whose: ns for whose, tokens, ns in pair if tokens == REQUESTS}
+        if len(times) == 2:
+            ratios.append(times[1] / times[0])
+    return ratios
 
 
 def main() -> None:
@@ -122,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--within", action="store_true", help="pairs of rounds in one server, --rounds of them a cycle")
+    parser.add_argument("--within", action="store_true", help="pairs of steps in one server a cycle, --rounds rounds")
     options = parser.parse_args()
     selection = select(load_study("smollm2-cpu"), arm="native", length=1024, cache_bytes=None)
     # The stock class knows nothing of what an arm brings.
@@ -131,8 +162,7 @@ def main() -> None:
     for _ in range(options.cycles):
         if options.within:
             with tempfile.TemporaryDirectory() as folder:
-                own, stock = within(selection, Path(folder), options.rounds)
-            ratios += [one / other for one, other in zip(own, stock, strict=True)]
+                ratios += within(selection, Path(folder), options.rounds)
             continue
         for pair in ((WORKER_CLASS, STOCK), (STOCK, WORKER_CLASS)):
             rates = {}
@@ -150,7 +180,8 @@ def main() -> None:
                 "pairs": len(ratios),
                 "median_ratio": middle,
                 "interval": None if found is None else [float(found.lower), float(found.upper), float(found.coverage)],
-                "ratios": sorted(ratios),
+                "low": min(ratios),
+                "high": max(ratios),
             }
         )
     )

@@ -21,6 +21,8 @@ from pytest_kvqual.audit.receipts import Folder, Receipt, Scope
 from pytest_kvqual.audit.rederive import QUALITY, GateResult, Records
 from pytest_kvqual.audit.trials import Run
 
+_UNTIMED = "every required gate that does not time"
+
 
 class UnusableError(Exception):
     """There is nothing here that could be audited, or it is not said what. One line."""
@@ -78,11 +80,13 @@ class Result:
         numbers = sorted({found.check for found in self.report.findings})
         if self.passed:
             asked = "" if self.qualifies else " (the study requires no nll and scored task: no quality was asked for)"
-            what = "every required gate" if self._timed() else "every required gate that does not time"
-            return "; ".join([f"PASSED: every check holds, {what} passes{asked}", *self._timing()])
+            timed = ", ".join(gate.gate for gate in self._timed())
+            also = f", and of those that time {timed}" if timed else ""
+            return "; ".join([f"PASSED: every check holds, {_UNTIMED} passes{asked}{also}", *self._timing()])
         parts = ["FAILED"]
         if numbers:
-            parts.append(f"the records are not consistent: checks {', '.join(map(str, numbers))}")
+            checks = "check" if len(numbers) == 1 else "checks"
+            parts.append(f"the records are not consistent: {checks} {', '.join(map(str, numbers))}")
         else:
             parts.append("the records are consistent")
         failed = [gate for gate in self.gates if gate.required and not gate.stands]
@@ -93,7 +97,7 @@ class Result:
         if others or not self.gates:
             parts.append(f"not qualified: {'; '.join(_short(gate) for gate in others) or 'no gate could be read'}")
         if not failed and not numbers:
-            parts.append("every required gate that does not time passes")
+            parts.append(f"{_UNTIMED} passes")
         return "; ".join([": ".join(parts[:2]), *parts[2:], *self._timing()])
 
     def _timing(self) -> list[str]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
@@ -55,10 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog=PROGRAM, description="Verify recordings of a timed load, and recompute their figures.")
     add_arguments(parser)
     try:
-        return run(parser.parse_args(argv))
+        status = run(parser.parse_args(argv))
+        sys.stdout.flush()
+        return status
     except UnreadableError as error:
         _say(f"{PROGRAM}: {error}", sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader has seen enough; what was flushed is lost with the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,7 +129,8 @@ def lines(result: Verified, name: str) -> list[str]:
     failed = result.failed
     kinds = f" ({', '.join(f'{count} {it}' for it, count in failed.items())})" if failed else ""
     load = f"closed loop of {result.concurrency}" if result.concurrency is not None else "open loop"
-    verdict = f"{len(result.findings)} findings" if result.findings else "verified"
+    many = "finding" if len(result.findings) == 1 else "findings"
+    verdict = f"{len(result.findings)} {many}" if result.findings else "verified"
     offered, lost = len(result.requests), sum(failed.values())
     found = [f"{name}: {verdict}; {load}, {offered} offered, {offered - lost} completed, {lost} failed{kinds}"]
     found += [finding.line() for finding in result.findings]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +52,13 @@ def rows(
     decisions: Mapping[str, Decision],
     *,
     notes: Mapping[str, str],
-    timing: bool,
+    unasked: Collection[str],
     run_dir: Path,
 ) -> list[Row]:
-    """One row for each gate of the study, in its order. ``notes`` says why a gate has no decision, where known."""
+    """One row for each gate of the study, in its order.
+
+    ``notes`` says why a gate has no decision, where known; ``unasked`` are the gates that this run was not to decide.
+    """
     found = []
     for plan in plans:
         decision = decisions.get(plan.name)
@@ -65,7 +68,7 @@ def rows(
             note = notes[plan.name]
         elif plan.state == "planned":
             note = "planned, not there yet"
-        elif plan.timing and not timing:
+        elif plan.name in unasked:
             note = "not asked"
         else:
             note = "no receipt"

@@ -291,6 +291,7 @@ def test_an_interrupted_load_is_judged(captured: tuple[Any, Evidence], case: str
         lines[-2] = {**mine, "prompt": lines[-2]["prompt"], "max_tokens": lines[-2]["max_tokens"]}
         lines[-1]["completed"] -= 1
         lines[-1]["failed"]["cancelled"] = 1
+        lines[-1]["end_ns"] = max(line["end_ns"] or 0 for line in lines[1:-1])
 
     study, evidence = captured
     verdict = verdict_of(study, damaged(evidence, case, interrupted))
