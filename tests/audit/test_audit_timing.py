@@ -306,6 +306,23 @@ def test_a_damaged_recording_is_found(name: str, timed: TimedRun, tmp_path: Path
     assert check in {finding.check for finding in campaign.audited().report.findings}
 
 
+def test_a_cell_that_did_not_settle_is_found(timed: TimedRun, tmp_path: Path) -> None:
+    """A load that begins as its interval does, right after the one before it, breaks rule 3 although none overlaps."""
+    campaign = Campaign(timed, tmp_path / "run")
+    warm_up = to_lines((campaign.place() / "warm-up.jsonl").read_bytes())
+    end = warm_up[0]["zero_monotonic_ns"] + warm_up[-1]["end_ns"]
+
+    def adjacent(trial: Any) -> None:
+        spans = {span["name"]: span for span in trial["intervals"]}
+        spans["warm-up"]["end_ns"] = spans["measurement open"]["begin_ns"] = end
+
+    campaign.trial(adjacent)
+    campaign.cell(lambda lines: lines[0].update(zero_monotonic_ns=end + 1))
+    campaign.seal()
+    texts = [finding.text for finding in campaign.audited().report.of(19)]
+    assert any("found it begun 1 ns after the load before it" in text for text in texts), texts
+
+
 def test_a_recording_of_another_trial_is_found(timed: TimedRun, tmp_path: Path) -> None:
     """The recording of an earlier block, made to name this one: its requests were those of another attempt."""
     campaign = Campaign(timed, tmp_path / "run")
@@ -489,6 +506,7 @@ PLANS: dict[str, Callable[[Any], object]] = {
     "a comparison": lambda plan: plan["comparisons"][0].update(metric="e2e_p50"),
     "what can be reached": lambda plan: plan["reachable"].update(p=0.01),
     "the A/A pair": _set("null_pairs", []),
+    "the digest of the panel": _set("panel_sha256", "0" * 64),
 }
 
 
