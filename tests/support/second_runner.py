@@ -19,7 +19,7 @@ os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 from types import SimpleNamespace
 
-from triton.backends import backends  # type: ignore[import-untyped]  # it has no types
+from triton.backends import backends
 
 # vLLM's CPU build asks for Triton's backend for CPUs before it uses Triton at all. The interpreter needs none.
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)

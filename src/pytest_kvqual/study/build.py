@@ -108,6 +108,13 @@ QUESTIONS: Final = (
     "Describe the difference between a list and a tuple in Python, and give one short example of each.",
 )
 
+#: Those with one answer, so that no token of it is near a tie that the other requests of a batch could turn.
+CANARIES: Final = tuple(
+    QUESTIONS.index(question)
+    for question in QUESTIONS
+    if question.startswith(("What is 12 + 7?", "Name the planets", "Complete the list", "Write the names of the four"))
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -172,7 +179,8 @@ def recipe_of(study: Study) -> Recipe:
     """The recipe that follows from a study's declaration: sizes and numbers are the study's, the rest is this module's.
 
     Raises:
-        StudyError: The study asks for fewer parity prompts than there are :data:`QUESTIONS`.
+        StudyError: The study asks for fewer parity prompts than there are :data:`QUESTIONS`, or for more canaries at a
+            length than there are :data:`CANARIES`.
     """
     block, parity, documents = study.engine.block_size, study.parity, study.nll.documents
     if parity.prompts < len(QUESTIONS):
@@ -181,6 +189,8 @@ def recipe_of(study: Study) -> Recipe:
     prompts = sorted({1, *(tokens for tokens in (*around, *ORACLE_PROMPTS) if tokens > 0)})
     few = {length: documents * 3 // 16 if length >= LONG else documents // 2 for length in study.lengths}
     canaries = max((sum(cell.canaries for cell in rules.cells) for rules in study.timing.values()), default=0)
+    if canaries > len(CANARIES):
+        raise StudyError(f"canaries: found {canaries} in the cells of a length, expected at most {len(CANARIES)}")
     return Recipe(
         documents={
             length: (("cpython", few[length]), ("kjv", documents - few[length]))
@@ -209,7 +219,7 @@ def recipe_of(study: Study) -> Recipe:
             for length, rules in study.timing.items()
         },
         timing_tokens=max((cell.max_tokens for rules in study.timing.values() for cell in rules.cells), default=0),
-        canaries=tuple(f"p{len(QUESTIONS) + i:02d}" for i in range(canaries)),
+        canaries=tuple(f"p{index:02d}" for index in CANARIES[:canaries]),
         calibration=CALIBRATION,
         anew=True,
     )
