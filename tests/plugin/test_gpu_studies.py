@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from small_repository import Repository
 
+# Before pytester remembers what is imported: what it forgets after a test could not be replaced in the next.
+from pytest_kvqual import session
 from pytest_kvqual.study.load import load_study
 
 pytest_plugins = ["pytester"]
@@ -22,7 +24,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setattr("pytest_kvqual.session.gpu_found", lambda: False)
+    monkeypatch.setattr(session, "gpu_found", lambda: False)
     (pytester.path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
     return Runner(pytester, monkeypatch)
 
@@ -35,7 +37,7 @@ class Runner:
         self._monkeypatch = monkeypatch
 
     def show_a_gpu(self) -> None:
-        self._monkeypatch.setattr("pytest_kvqual.session.gpu_found", lambda: True)
+        self._monkeypatch.setattr(session, "gpu_found", lambda: True)
 
     def __call__(self, *args: str) -> pytest.RunResult:
         return self.pytester.runpytest_inprocess(

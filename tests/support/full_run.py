@@ -793,6 +793,23 @@ def _parity_token(arm: str, index: int, step: int) -> int:
     return 20 + 7 * ARMS.index(arm) + 30 * (index % 10) + step
 
 
+#: What a worker records of its GPU.
+DEVICE = {
+    "driver": "600.1",
+    "cuda": "13.0",
+    "devices": [
+        {
+            "uuid": "GPU-0",
+            "name": "a device",
+            "memory_bytes": 1 << 37,
+            "compute_capability": "9.0",
+            "settings": {"power_limit": "700 W"},
+            "state": {"temperature": "40 C"},
+        }
+    ],
+}
+
+
 def _identity(study: Study, arm: str) -> dict[str, Any]:
     declared = study.arms[arm]
     quantised = declared.kv_format == "k16v8"
@@ -850,6 +867,7 @@ def _identity(study: Study, arm: str) -> dict[str, Any]:
                     ),
                 ],
                 "modules": {"traced": 5, "untraced": []},
+                "device": DEVICE,
                 "settings": {
                     "model_config.dtype": "torch.float16",
                     "model_config.max_model_len": next(iter(study.lengths.values())).max_model_len,

@@ -182,7 +182,7 @@ def test_the_test_set_is_held_against_the_study(host: Path, tmp_path: Path) -> N
 def command(host: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """``kvqual doctor`` over a GPU study, with only ``nvidia-smi`` of the returned folder on the PATH."""
     study = _gpu_study()
-    monkeypatch.setattr("pytest_kvqual.study.load.load_study", lambda name: study)
+    monkeypatch.setattr("pytest_kvqual.study.load.load_study", lambda name, form=None: study)
     monkeypatch.setattr(doctor, "_LOOKS", ())
     folder = tmp_path / "bin"
     folder.mkdir()
