@@ -187,6 +187,7 @@ class QualificationSession:
         self._timing = False
         self._piloting = False
         self._explored: list[str] = []
+        self._written: list[str] = []
         self._interrupted = ""
         # Opening waits for the selection where it may turn out that only transfer tests run.
         self._waiting = False
@@ -437,8 +438,26 @@ class QualificationSession:
         try:
             if self._started or self._interrupted:
                 self._account()
+                self._write_report()
         finally:
             self.campaign.close()
+
+    def _write_report(self) -> None:
+        """The gate report, where it was asked for; a run whose report could not be written does not pass."""
+        path: Path | None = self._config.getoption("gate_report")
+        if path is None or self._piloting:
+            return
+        from pytest_kvqual.report.gate.files import paths, write_report
+
+        try:
+            html, junit_file = paths(path)
+            prefix = self._config.getoption("prefix")
+            written = write_report(self.campaign.run_dir, html=html, junit=junit_file, prefix=prefix)
+            self._written += [f"gate report: {file}" for file in written]
+        except KvqualError as error:
+            self._errors.append(f"--gate-report: {error.line()}")
+            if self._session.exitstatus == pytest.ExitCode.OK:
+                self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _account(self) -> None:
         session = self._session
@@ -519,7 +538,7 @@ class QualificationSession:
         lines = terminal.lines(
             self._rows(),
             notices=[*self._notices, *self._errors],
-            summary=list(self.campaign.summary()),
+            summary=[*self.campaign.summary(), *self._written],
             run_dir=self.campaign.run_dir,
         )
         for line in lines:

@@ -114,9 +114,7 @@ def changed(run: RunState, scope: ScopeState, gate: GateState) -> tuple[Changed,
             continue
         lost, gained = _ids(pair.get("lost")), _ids(pair.get("gained"))
         if not lost and not gained:
-            found.append(
-                Changed(control=control, lost=(), gained=(), more_lost=(), more_gained=(), notes=())
-            )
+            found.append(Changed(control=control, lost=(), gained=(), more_lost=(), more_gained=(), notes=()))
             continue
         sides = capture(control), capture(scope.scope.arm)
         notes = [it.why for it in sides if it.why] + ([panel_why] if panel_why else [])
@@ -318,4 +316,3 @@ def _rules(scope: ScopeState, task: str) -> PreservationRules | None:
         return PreservationRules(**values)  # type: ignore[arg-type]  # what they are is used in a view alone
     except (KeyError, TypeError):
         return None
-

@@ -74,13 +74,20 @@ def _placement(run: RunState, scope: ScopeState, gate: GateState, key: str) -> t
         )
         for place, values in worst.items()
     ]
+    largest = max(it.get(0, 0.0) for it in worst.values())
     svg = plots.rows(
-        f"{key}-worst", "Worst error of any output row, as a share of its tolerance",
-        f"By pass; the largest of the arm is {max(it.get(0, 0.0) for it in worst.values()):.3f}; 1 must not be exceeded.",
-        entries, axis="worst error of a row / its derived tolerance", lines=(Line(at=1.0, text="tolerance"),), zero=True,
+        f"{key}-worst",
+        "Worst error of any output row, as a share of its tolerance",
+        f"By pass; the largest of the arm is {largest:.3f}; 1 must not be exceeded.",
+        entries,
+        axis="worst error of a row / its derived tolerance",
+        lines=(Line(at=1.0, text="tolerance"),),
+        zero=True,
         legend=((scope.scope.arm, 0, False), ("control (null)", 1, True)),
-    )  # fmt: skip
-    table = tuple((place, *(f"{values[it]:.6f}" if it in values else "-" for it in (0, 1))) for place, values in worst.items())
+    )
+    table = tuple(
+        (place, *(f"{values[it]:.6f}" if it in values else "-" for it in (0, 1))) for place, values in worst.items()
+    )
     return (
         Figure(
             key=f"{key}-worst", title="Worst error of any output row", svg=svg,
@@ -176,16 +183,16 @@ def _bounds(scope: ScopeState, gate: GateState, key: str) -> Figure | None:
     svg = plots.rows(
         f"{key}-bounds", "Share of questions lost, and its upper bound, against the limit",
         "; ".join(f"{row.label}: {row.value}" for row in entries) + f"; the limit is {percent(limit, 1)}.",
-        entries, axis="questions lost, % of all questions", lines=(Line(at=100 * limit, text=f"limit {100 * limit:g} %"),),
-        zero=True, form=lambda value: f"{value:g} %",
+        entries, axis="questions lost, % of all questions", zero=True,
+        lines=(Line(at=100 * limit, text=f"limit {100 * limit:g} %"),), form=lambda value: f"{value:g} %",
     )  # fmt: skip
     most = details.get("most_lost")
     floor = _float(details.get("floor"))
     return Figure(
         key=f"{key}-bounds", title="Questions lost, and the bound that decides", svg=svg,
-        caption=f"Lost: right in the control, not right in '{scope.scope.arm}'; of all {total:.0f} questions. The mark is "
-        f"the share observed, the bar ends at the one-sided {100 * confidence:g} % upper bound of the loss probability, "
-        f"which must be below the limit against every control"
+        caption=f"Lost: right in the control, not right in '{scope.scope.arm}'; of all {total:.0f} questions. The mark "
+        f"is the share observed, the bar ends at the one-sided {100 * confidence:g} % upper bound of the loss "
+        "probability, which must be below the limit against every control"
         + (f"; {most} lost would still pass" if isinstance(most, int) else "")
         + (f". Each control must answer at least {100 * floor:g} % right" if not math.isnan(floor) else "")
         + ". Gains cancel nothing; the net change decides nothing.",
@@ -217,7 +224,9 @@ def _grades(run: RunState, scope: ScopeState, gate: GateState, key: str) -> Figu
                     continue
                 match = _DEPTH.fullmatch(grade)
                 by_depth = by_depth or match is not None
-                panel = (match["group"] if match else "by grade") + (f", length {other.scope.length:,}" if several else "")
+                panel = (match["group"] if match else "by grade") + (
+                    f", length {other.scope.length:,}" if several else ""
+                )
                 category = match["depth"] if match else grade
                 right, total = (it for it in pair if isinstance(it, int))
                 panels.setdefault(panel, {}).setdefault(arm, {})[category] = right, total
@@ -240,19 +249,21 @@ def _grades(run: RunState, scope: ScopeState, gate: GateState, key: str) -> Figu
         ]  # fmt: skip
         drawn.append((name, [f"{100 * float(it):g} %" if by_depth else it for it in categories], curves))
         for it in categories:
-            cells = tuple(f"{panel[arm][it][0]} of {panel[arm][it][1]}" if it in panel.get(arm, {}) else "-" for arm in arms)
+            cells = tuple(
+                f"{panel[arm][it][0]} of {panel[arm][it][1]}" if it in panel.get(arm, {}) else "-" for arm in arms
+            )
             table.append((name, f"{100 * float(it):g} %" if by_depth else it, *cells))
     what = "depth of the needle in the text" if by_depth else "grade of the question"
     title = "Right answers by depth and length" if by_depth else "Right answers by grade"
     svg = plots.groups(
-        f"{key}-grades", title, f"Share of answers right by {what}, for {', '.join(arms)}; the numbers follow as a table.",
+        f"{key}-grades", title, f"Share of answers right by {what}, for {', '.join(arms)}; a table has the numbers.",
         drawn, names=[(arm, place, False) for place, arm in enumerate(arms)], axis=what,
         columns=1 if len(drawn) == 1 else 2,
     )  # fmt: skip
     return Figure(
         key=f"{key}-grades", title=title, svg=svg,
-        caption=f"Share of answers right, by {what}, as the receipt counts them. It decides nothing: the bound above is "
-        "over all questions.",
+        caption=f"Share of answers right, by {what}, as the receipt counts them. It decides nothing: the bound above "
+        "is over all questions.",
         columns=("questions", "depth" if by_depth else "grade", *arms), rows=tuple(table),
     )  # fmt: skip
 
@@ -347,7 +358,10 @@ def _distributions(
     cells = list(dict.fromkeys(it.cell for it in kept))
     panels, table = [], []
     for cell in cells:
-        for name, axis, take in (("TTFT", "time to first token, ms", _ttft), ("TPOT", "time per output token, ms", _tpot)):
+        for name, axis, take in (
+            ("TTFT", "time to first token, ms", _ttft),
+            ("TPOT", "time per output token, ms", _tpot),
+        ):
             series = []
             for place, arm in enumerate(arms):
                 values = [value for it in kept if (it.arm, it.cell) == (arm, cell) for value in take(it)]
@@ -366,9 +380,9 @@ def _distributions(
     )  # fmt: skip
     return Figure(
         key=f"{key}-distributions", title="TTFT and TPOT by arm", svg=svg, notes=tuple(notes),
-        caption="Share of requests that took at most so long, over the measured blocks together; the mark is the median, "
-        "a failed request counts as infinite, and of a closed loop the first burst is left out, as in the figures. A "
-        f"curve has at most {plots._CURVE} steps. What is compared are the blocks, below.",
+        caption="Share of requests that took at most so long, over the measured blocks together. The mark is the "
+        "median. A failed request counts as infinite, and of a closed loop the first burst is left out, as in the "
+        f"figures. A curve has at most {plots.CURVE} steps. What is compared are the blocks, below.",
         columns=("cell", "quantity", "arm", "requests", *(name for name, _ in _QUANTILES), "failed"), rows=tuple(table),
     )  # fmt: skip
 
@@ -409,12 +423,13 @@ def _lateness(scope: ScopeState, found: Sequence[Load], arms: Sequence[str], not
         f"{key}-lateness", "Dispatch lateness of each load",
         f"{len(found)} loads in the order in which they ran; the largest lateness is {milliseconds(worst)}.",
         trials, names=[(arm, place, False) for place, arm in enumerate(arms)],
-        limit=None if limit is None else Line(at=limit, text=f"{limit:g} ms"), axis="block of each load, in order of time",
+        limit=None if limit is None else Line(at=limit, text=f"{limit:g} ms"),
+        axis="block of each load, in order of time",
     )  # fmt: skip
     return Figure(
         key=f"{key}-lateness", title="Dispatch lateness", svg=svg, notes=tuple(notes),
-        caption="How long after its intended arrival each request was dispatched, by load: the hollow mark is the median, "
-        "the solid one p99. A client that is late measures itself."
+        caption="How long after its intended arrival each request was dispatched, by load: the hollow mark is the "
+        "median, the solid one p99. A client that is late measures itself."
         + (" The line is the limit of the gate fidelity; that of a trial follows from its own TTFT." if limit else ""),
         columns=("arm", "block", "cell", "offered", "failed", *(name for name, _ in _QUANTILES)), rows=tuple(table),
     )  # fmt: skip
@@ -431,7 +446,7 @@ def _superiority(run: RunState, scope: ScopeState, gate: GateState, key: str) ->
     for it in map(_table, _list(details.get("family"))):
         effects = {block: _float(value) for block, value in _table(it.get("effects")).items()}
         what = f"{it.get('metric')}, {it.get('cell')}"
-        label = f"{it.get('candidate')} / {it.get('control')}: {what}"
+        label = f"{it.get('candidate')} / {it.get('control')}"
         lower_better.add(it.get("better") != "higher")
         low, middle, high = (_float(it.get(name)) for name in ("lower", "median", "upper"))
         known = not math.isnan(middle)
@@ -445,11 +460,13 @@ def _superiority(run: RunState, scope: ScopeState, gate: GateState, key: str) ->
         spans = (Span(start=low, end=high, series=0, thick=True),) if known else ()
         if known:
             marks.append(Mark(x=middle, series=3, tip=f"median {middle:.4f}"))
-        entries.append(Row(label=label, value=f"{middle:.3f}" if known else "incomplete", marks=tuple(marks), spans=spans))
+        value = f"{middle:.3f}" if known else "incomplete"
+        entries.append(Row(label=label, under=what, value=value, marks=tuple(marks), spans=spans))
         coverage, p, holm = (_float(it.get(name)) for name in ("coverage", "p", "p_holm"))
         table.append(
             (
-                label, f"{middle:.4f}" if known else "-", f"[{low:.4f}, {high:.4f}] at {100 * coverage:.1f} %" if known else "-",
+                f"{label}: {what}", f"{middle:.4f}" if known else "-",
+                f"[{low:.4f}, {high:.4f}] at {100 * coverage:.1f} %" if known else "-",
                 f"{p:.4g}" if not math.isnan(p) else "-", f"{holm:.4g}" if not math.isnan(holm) else "-",
                 _met(it.get("screen")), _met(it.get("claim")),
                 ", ".join(f"{block}: {value:.4f}" for block, value in effects.items()) or "-",
@@ -465,9 +482,10 @@ def _superiority(run: RunState, scope: ScopeState, gate: GateState, key: str) ->
             value = _float(null.get("effect"))
             blocks = " and ".join(str(block) for block in _list(null.get("pair")))
             if math.isfinite(value):
-                label = f"A/A, blocks {blocks}: {what}"
-                entries.append(Row(label=label, value=f"{value:.3f}", marks=(Mark(x=value, series=1, hollow=True),)))
-                table.append((label, f"{value:.4f}", "-", "-", "-", "-", "-", "-"))
+                label = f"A/A, blocks {blocks}"
+                marks = [Mark(x=value, series=1, hollow=True, tip=f"{label}: {value:.4f}")]
+                entries.append(Row(label=label, under=what, value=f"{value:.3f}", marks=tuple(marks)))
+                table.append((f"{label}: {what}", f"{value:.4f}", "-", "-", "-", "-", "-", "-"))
     if not any(row.marks for row in entries):
         return ()
     lines = [Line(at=1.0, text="no effect", limit=False)]
@@ -476,17 +494,17 @@ def _superiority(run: RunState, scope: ScopeState, gate: GateState, key: str) ->
         lines += [Line(at=1 + practical, text=f"{100 * practical:g} % higher")] if False in lower_better else []
     svg = plots.rows(
         f"{key}-effects", "Effect of each block, median and interval",
-        "; ".join(f"{row.label}: {row.value}" for row in entries) + "; 1 is no effect.",
-        entries, axis="ratio, candidate / control of the same block (A/A: second block / first)", lines=lines, label=330,
-        gutter=70, form=lambda value: f"{value:.4g}",
+        "; ".join(f"{row.label}, {row.under}: {row.value}" for row in entries) + "; 1 is no effect.",
+        entries, axis="ratio, candidate / control of the same block (A/A: second block / first)", lines=lines,
+        label=230, gutter=90, form=lambda value: f"{value:.4g}",
         legend=(("a block", 0, True), ("median, with its interval", 3, False), ("A/A", 1, True)),
     )  # fmt: skip
     return (
         Figure(
             key=f"{key}-effects", title="Block effects", svg=svg,
-            caption="One mark is one block: the candidate's figure over the control's in the same block. The gate decides "
-            "on the exact sign test over blocks, Holm-adjusted over the declared family, and on the practical screen of "
-            "the median; the interval is of the median, by order statistics.",
+            caption="One mark is one block: the candidate's figure over the control's in the same block. The gate "
+            "decides on the exact sign test over blocks, Holm-adjusted over the declared family, and on the practical "
+            "screen of the median; the interval is of the median, by order statistics.",
             columns=("comparison", "median", "interval", "p", "Holm", "screen", "claim", "by block"), rows=tuple(table),
         ),
     )  # fmt: skip

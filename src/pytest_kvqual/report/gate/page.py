@@ -138,7 +138,11 @@ def render(run: RunState) -> str:
         style=Markup(_text("style.css")),  # ours, and no markup of anybody else goes into it
         signs=SIGNS,
         tones=TONES,
-        audit_tone="" if run.audit is None else "pass" if run.audit.result == "PASSED" and not run.audit.other else "unsure"
+        audit_tone=""
+        if run.audit is None
+        else "pass"
+        if run.audit.result == "PASSED" and not run.audit.other
+        else "unsure"
         if run.audit.why or run.audit.other
         else "fail",
         shown=answers.SHOWN,
@@ -176,7 +180,9 @@ def headline(scope: ScopeState) -> Headline:
     before = [it for it in asked if not it.timing]
     first = next((it for it in before if not passes(it)), None)
     if first is None and not before:
-        return Headline(word="NO GATES", tone="unsure", sentence=f"{arm}: no gate has a receipt at length {length}.", more="")
+        return Headline(
+            word="NO GATES", tone="unsure", sentence=f"{arm}: no gate has a receipt at length {length}.", more=""
+        )
     if first is not None:
         return Headline(
             word=first.said if first.said != "NO RECEIPT" else "INCOMPLETE",
@@ -242,7 +248,7 @@ def _facts(scope: ScopeState) -> tuple[tuple[str, str], ...]:
     study, found = scope.study, scope.scope
     controls = [name for name, role in study.roles.items() if role == "control" and name != found.arm]
     facts = [
-        ("Arm", found.arm + (f" ({scope.role})" if scope.role != "unknown" else "")),
+        ("Arm", found.arm + (f" ({scope.role})" if scope.role not in ("unknown", found.arm) else "")),
         ("Against", ", ".join(controls)),
         ("Model", study.model),
         ("Length", f"{count(found.length)} tokens"),
@@ -263,10 +269,12 @@ def _claims(scope: ScopeState) -> tuple[str, ...]:
     oracles = [name for name in _ORACLES if scope.gate(name) is not None]
     if oracles and set(oracles) <= said:
         claims.append(
-            "Every K and V that the oracle panel wrote lay in its cell, and every output was the attention of its own row."
+            "Every K and V that the oracle panel wrote lay in its cell, and each output was the attention of its row."
         )
     if {"determinism", "parity"} <= said:
-        claims.append("Reordered and repeated requests gave the tokens that the policy asks for, over HTTP as in process.")
+        claims.append(
+            "Reordered and repeated requests gave the tokens that the policy asks for, over HTTP as in process."
+        )
     nll = scope.gate("nll")
     if nll is not None and nll.receipt is not None and "nll" in said:
         details = nll.receipt.verdict.details
@@ -285,8 +293,8 @@ def _claims(scope: ScopeState) -> tuple[str, ...]:
         total = details.get("questions")
         if limit is not None and confidence is not None and isinstance(total, int):
             claims.append(
-                f"Of questions like the {count(total)} of {task}, fewer than {100 * limit:g} % are lost to each control "
-                f"({100 * confidence:g} % confidence)."
+                f"Of questions like the {count(total)} of {task}, fewer than {100 * limit:g} % are lost against each "
+                f"control ({100 * confidence:g} % confidence)."
             )
     if "superiority" in said:
         claims.append("In every declared comparison it was faster, over complete blocks of a frozen plan.")
@@ -360,7 +368,9 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
         null="–" if null is None else "passed" if null.passed else "failed",
         null_tone="none" if null is None else "pass" if null.passed else "fail",
         faults=f"{verdict.faults_caught} of {verdict.faults_seeded}" if verdict is not None and seeded else "–",
-        faults_tone="none" if verdict is None or not seeded else "pass"
+        faults_tone="none"
+        if verdict is None or not seeded
+        else "pass"
         if verdict.faults_caught == verdict.faults_seeded
         else "fail",
         findings=tuple(one_line(it, CUT) for it in verdict.findings[:FINDINGS]) if verdict is not None else (),

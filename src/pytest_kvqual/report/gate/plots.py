@@ -1,7 +1,7 @@
 """Plots as SVG: few kinds, drawn for reading. Colours are classes of the page's style; shapes tell series apart too.
 
 Each plot is an image with a title and a description, and its numbers stand beside it as a table: see
-:class:`Figure`. Text is escaped, and what cannot be seen in it is shown (:func:`~pytest_kvqual.report.gate.words.visible`).
+:class:`Figure`. Text is escaped, and what cannot be seen in it is shown, as everywhere on the page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ SERIES: Final = 4
 _LABEL: Final = 190
 _GUTTER: Final = 132
 _ROW: Final = 34
-_CURVE: Final = 160
+_CHARACTER: Final = 6.8
+"""About how wide a character is, in the units of a plot."""
+CURVE: Final = 160
 """The most points of one curve."""
 
 
@@ -67,9 +69,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row: its label, what stands at the right, and what is drawn. A row without marks is a heading."""
+    """One row: its label (``under`` in a second line), what stands at the right, and what is drawn."""
 
     label: str
+    under: str = ""
     value: str = ""
     marks: tuple[Mark, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -120,12 +123,15 @@ class _Svg:
     def mark(self, x: float, y: float, mark: Mark) -> None:
         look = f"m s{mark.series % SERIES}" + (" hollow" if mark.hollow else "")
         tip = f"<title>{escape(one_line(mark.tip))}</title>" if mark.tip else ""
-        self.parts.append(f'<path class="{look}" d="{_shape(mark.series, x, y, 3.2 if mark.small else 4.6)}">{tip}</path>')
+        self.parts.append(
+            f'<path class="{look}" d="{_shape(mark.series, x, y, 3.2 if mark.small else 4.6)}">{tip}</path>'
+        )
 
     def done(self, key: str, title: str, description: str, width: float = WIDTH) -> Markup:
         head = (
             f'<svg class="plot" role="img" aria-labelledby="{key}-t {key}-d" viewBox="0 0 {_n(width)} '
-            f'{_n(self.height)}" xmlns="http://www.w3.org/2000/svg"><title id="{key}-t">{escape(one_line(title))}</title>'
+            f'{_n(self.height)}" xmlns="http://www.w3.org/2000/svg">'
+            f'<title id="{key}-t">{escape(one_line(title))}</title>'
             f'<desc id="{key}-d">{escape(one_line(description))}</desc>'
         )
         return Markup(head + "".join(self.parts) + "</svg>")  # every text in it was escaped above
@@ -250,7 +256,7 @@ def rows(
     values += [line.at for line in lines]
     across = scale(values, label, WIDTH - gutter, log=log, zero=zero)
     svg = _Svg()
-    top = _legend(svg, legend, label) + 20.0
+    top = _legend(svg, legend, label) + 20.0 + 13 * max(0, len(lines) - 1)
     bottom = top + _ROW * len(entries)
     for tick in across.ticks():
         svg.line(across(tick), top, across(tick), bottom, "grid")
@@ -259,7 +265,9 @@ def rows(
         y = top + _ROW * (place + 0.5)
         if place:
             svg.line(0, y - _ROW / 2, WIDTH, y - _ROW / 2, "rule")
-        svg.text(0, y + 4, _fit(row.label, label - 12), "lab")
+        svg.text(0, y + (-3 if row.under else 4), _fit(row.label, label - 12), "lab")
+        if row.under:
+            svg.text(0, y + 11, _fit(row.under, label - 12))
         for span in row.spans:
             look = f"span s{span.series % SERIES}" + (" thick" if span.thick else "")
             svg.line(across(span.start), y, across(span.end), y, look)
@@ -269,11 +277,17 @@ def rows(
         for mark in row.marks:
             svg.mark(across(mark.x), y + mark.y, mark)
         svg.text(WIDTH, y + 4, row.value, "val", anchor="end")
+    taken: list[tuple[float, float, float]] = []
     for line in lines:
-        x = across(line.at)
+        x, y = across(line.at), top - 8
         svg.line(x, top - 6, x, bottom, "limit" if line.limit else "zero")
         edge = "end" if x > (label + WIDTH - gutter) / 2 else "start"
-        svg.text(x + (-3 if edge == "end" else 3), top - 8, line.text, "limtext" if line.limit else "tick", anchor=edge)
+        size = _CHARACTER * len(line.text)
+        left = x - 3 - size if edge == "end" else x + 3
+        while any(left < end and begin < left + size and y == at for begin, end, at in taken):
+            y -= 13
+        taken.append((left, left + size, y))
+        svg.text(x + (-3 if edge == "end" else 3), y, line.text, "limtext" if line.limit else "tick", anchor=edge)
     svg.text((label + WIDTH - gutter) / 2, bottom + 34, axis, "axis", anchor="middle")
     svg.height = bottom + 42
     return svg.done(key, title, description)
@@ -325,7 +339,9 @@ def stems(
         for y, text, look in _apart(ends):
             svg.text(right + 8, y + 4, text, look)
         y0 += height + 26
-    svg.text((left + right) / 2, y0 + 2, f"document, in the order of the panel; ΔNLL in {unit}", "axis", anchor="middle")
+    svg.text(
+        (left + right) / 2, y0 + 2, f"document, in the order of the panel; ΔNLL in {unit}", "axis", anchor="middle"
+    )
     svg.height = y0 + 10
     return svg.done(key, title, description)
 
@@ -461,8 +477,7 @@ def record(
     down = scale(values, top + height, top + 8, log=True)
     for tick in down.ticks():
         svg.line(left, down(tick), right, down(tick), "grid")
-        svg.text(left - 8, down(tick) + 4, f"{tick:g}", anchor="end")
-    svg.text(0, top, "ms", "axis")
+        svg.text(left - 8, down(tick) + 4, f"{tick:g} ms", anchor="end")
     step = (right - left) / max(1, len(trials))
     every = max(1, math.ceil(len(trials) / 24))
     for place, (name, marks) in enumerate(trials):
@@ -483,10 +498,12 @@ def record(
 
 
 def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
-    """The steps of a distribution function; of more values than :data:`_CURVE`, at that many even shares."""
+    """The steps of a distribution function; of more values than :data:`CURVE`, at that many even shares."""
     ranked = sorted(values)
     total = len(ranked)
-    places = range(total) if total <= _CURVE else sorted({round(it * (total - 1) / (_CURVE - 1)) for it in range(_CURVE)})
+    places = (
+        range(total) if total <= CURVE else sorted({round(it * (total - 1) / (CURVE - 1)) for it in range(CURVE)})
+    )
     points: list[tuple[float, float]] = []
     before = 0.0
     for place in places:
@@ -504,7 +521,7 @@ def _legend(svg: _Svg, names: Sequence[tuple[str, int, bool]], x: float) -> floa
         return 0.0
     at, y = float(x), 12.0
     for name, series, hollow in names:
-        wide = 22 + 6.8 * len(one_line(name))
+        wide = 22 + _CHARACTER * len(one_line(name))
         if at + wide > WIDTH and at > x:
             at, y = float(x), y + 18
         svg.mark(at + 6, y - 4, Mark(x=at, series=series, hollow=hollow))

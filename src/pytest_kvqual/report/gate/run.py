@@ -375,8 +375,11 @@ def _finding(value: object) -> str:
 
 
 def _check(table: Mapping[str, object]) -> tuple[int, str, int, int]:
-    return _whole(table.get("number")), _text(table.get("name")), _whole(table.get("looked_at")), _whole(
-        table.get("findings")
+    return (
+        _whole(table.get("number")),
+        _text(table.get("name")),
+        _whole(table.get("looked_at")),
+        _whole(table.get("findings")),
     )
 
 
