@@ -445,7 +445,7 @@ class QualificationSession:
     def _write_report(self) -> None:
         """The gate report, where it was asked for; a run whose report could not be written does not pass."""
         path: Path | None = self._config.getoption("gate_report")
-        if path is None or self._piloting:
+        if path is None:
             return
         from pytest_kvqual.report.gate.files import paths, write_report
 
@@ -566,6 +566,8 @@ def _check_block(config: pytest.Config, *, timing: bool, piloting: bool) -> None
         raise pytest.UsageError("found --block without timing in -m, expected -m 'cpu and timing' (or gpu)")
     if config.getoption("cell") is not None and not piloting:
         raise pytest.UsageError("found --cell without pilot in -m, expected -m 'cpu and pilot' (or gpu)")
+    if config.getoption("gate_report") is not None and piloting:
+        raise pytest.UsageError("found --gate-report with pilot in -m, expected none: a pilot decides nothing")
     if timing and piloting:
         raise pytest.UsageError("found both timing and pilot in -m, expected one: a pilot decides nothing")
 

@@ -81,6 +81,7 @@ class GatePart:
     key: str
     tone: str
     sign: str
+    figure: str
     limit: str
     establishes: str
     null: str
@@ -363,6 +364,7 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
         key=key,
         tone=tone,
         sign=SIGNS[tone],
+        figure=_figure(gate),
         limit=_limit(scope, gate),
         establishes=ESTABLISHES.get(gate.name, ""),
         null="–" if null is None else "passed" if null.passed else "failed",
@@ -383,6 +385,14 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
         details=text[:DETAILS],
         details_cut=len(text) > DETAILS,
     )
+
+
+def _figure(gate: GateState) -> str:
+    """The line that decided; of the trials of several blocks, how many of them passed too."""
+    if gate.name != "trial" or len(gate.receipts) < 2 or gate.said == "DAMAGED":
+        return gate.figure
+    passed = sum(receipt.outcome is Outcome.PASS for receipt in gate.receipts)
+    return f"{passed} of {len(gate.receipts)} trials PASS; the newest: {gate.figure}"
 
 
 def _rests(scope: ScopeState, gate: GateState) -> tuple[str, ...]:

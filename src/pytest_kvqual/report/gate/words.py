@@ -40,7 +40,7 @@ def _shown(character: str) -> str:
 
 def one_line(text: str, size: int | None = None) -> str:
     """``text`` in one line, every unseen character shown, cut to ``size`` with an ellipsis."""
-    found = visible(" ".join(text.split(" ")).replace("\n", "⏎").replace("\t", " "))
+    found = visible(text).replace("\n", "⏎").replace("\t", " ")
     return found if size is None or len(found) <= size else f"{found[: size - 1]}…"
 
 
