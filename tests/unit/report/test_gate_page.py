@@ -82,7 +82,7 @@ def test_the_ladder_says_what_the_receipts_say(good: Page, passing_run: FullRun)
     """Outcome, figure, null and faults of each gate are those of its newest receipt, digit for digit."""
     (ladder,) = [it for it in good.all("table") if it.attributes.get("class") == "ladder"]
     newest = {receipt.gate: receipt for receipt in read_all(passing_run.run_dir).receipts}
-    rows = [it for it in good.all("tr") if it.path.count("table") == 1 and it.text.strip()]
+    (rows,) = [it.children for it in ladder.children if it.tag == "tbody"]
     for name, receipt in newest.items():
         (row,) = [it for it in rows if [cell.text for cell in it.children if cell.tag == "th"] == [name]]
         cells = [cell.text.strip() for cell in row.children]
@@ -91,7 +91,6 @@ def test_the_ladder_says_what_the_receipts_say(good: Page, passing_run: FullRun)
         assert receipt.figure in cells[3]
         assert cells[5] == "passed"
         assert cells[6] == f"{receipt.verdict.faults_caught} of {receipt.verdict.faults_seeded}"
-        assert name in ladder.text
 
 
 def test_scope_and_claims(good: Page, bad: Page) -> None:
@@ -199,8 +198,8 @@ def test_structure(which: str, request: pytest.FixtureRequest) -> None:
     """Landmarks, headings without a gap, unique ids, links that lead somewhere, tables with captions and headers."""
     page: Page = request.getfixturevalue(which)
     assert page.one("html").attributes["lang"] == "en"
-    assert [len(page.all(tag)) for tag in ("main", "nav", "footer", "h1", "title")] == [1, 1, 1, 1, 1]
-    assert page.one("title").path == ("html", "head")
+    assert [len(page.all(tag)) for tag in ("main", "nav", "footer", "h1")] == [1, 1, 1, 1]
+    assert [it.text.strip() != "" for it in page.all("title") if it.path == ("html", "head")] == [True]
     ids = [it.attributes["id"] for it in page.elements if "id" in it.attributes]
     assert len(set(ids)) == len(ids)
     for element in page.elements:
@@ -385,7 +384,8 @@ def test_missing_evidence_is_said_in_its_place(copied: Callable[[], Path], passi
     (box,) = [it for it in page.elements if it.attributes.get("class") == "warnbox"]
     assert box.text.startswith("The verdict is as written, and 1 thing is not as the receipts say. Check it with kvqual audit")
     assert f"evidence/{name}: found no such file" in box.text
-    assert "1 of 8 evidence files not as named" in page.all("table")[0].text
+    total = len(passing_run.receipts["gsm8k"].evidence)
+    assert f"1 of {total} evidence files not as named" in page.all("table")[0].text
     section = page.by_id("s1-12").text
     assert f"evidence/{name}: found no such file: the answers of 'candidate' are not shown" in section
     assert page.all("blockquote")  # those of the control are intact, and shown
