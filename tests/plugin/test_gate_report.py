@@ -70,7 +70,8 @@ def test_the_command(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     before = capsys.readouterr().out
     assert main(["report", str(run_dir), "--html", str(html), "--junit", str(junit)]) == 0
     assert capsys.readouterr().out == f"{before}gate report: {html}\ngate report: {junit}\n"
-    assert html.read_bytes() and junit.read_bytes()
+    assert html.read_bytes()
+    assert junit.read_bytes()
 
 
 def test_a_place_that_cannot_be_written_is_one_line(
@@ -83,5 +84,5 @@ def test_a_place_that_cannot_be_written_is_one_line(
 
 
 def test_the_help_names_the_option(gates: Runner) -> None:
-    """pytest --help has the option."""
+    """The help of pytest has the option."""
     gates.run("--help").stdout.fnmatch_lines(["*--gate-report=PATH*"])

@@ -30,8 +30,9 @@ def page(passing_run: FullRun, tmp_path_factory: pytest.TempPathFactory) -> Path
 def browse(page: Path, profile: Path, *options: str) -> str:
     """Open the page; returns what the browser printed."""
     command = [
-        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-        f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", *options, page.as_uri(),
+        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--hide-scrollbars", f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND", *options,
+        page.as_uri(),
     ]  # fmt: skip
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
 
@@ -72,11 +73,13 @@ def asked_for(page: Path, profile: Path) -> set[str]:
     log = profile / "net.json"
     browse(page, profile, f"--log-net-log={log}", "--dump-dom", "--disable-background-networking")
     found = re.findall(r'"url":"([^"]+)"', log.read_text(encoding="utf-8", errors="replace"))
-    return {url for url in found if not url.startswith(("file:", "data:"))}
+    # The browser asks its maker for updates and the time, whatever page is open.
+    own = re.compile(r"https?://[^/]*\.(google|googleapis|gvt1)\.com/")
+    return {url for url in found if not url.startswith(("file:", "data:")) and not own.match(url)}
 
 
 def test_no_request_leaves(page: Path, tmp_path: Path) -> None:
-    """Opening the page asks for nothing; a page that does ask is seen to, unless it carries the same policy."""
+    """Opening the page asks for nothing, even with an image in it: its policy holds. Without the policy it is seen."""
     html = page.read_text(encoding="utf-8")
     probe = html.replace("</main>", '<img src="http://probe.invalid/x.png" alt=""></main>')
     policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
@@ -84,8 +87,7 @@ def test_no_request_leaves(page: Path, tmp_path: Path) -> None:
         (tmp_path / f"{name}.html").write_text(text, encoding="utf-8")
     seen = {name: asked_for(tmp_path / f"{name}.html", tmp_path) for name in ("asks", "held")}
     assert [url for url in seen["asks"] if "probe.invalid" in url]
-    assert not [url for url in seen["held"] if "probe.invalid" in url]
-    assert asked_for(page, tmp_path) <= seen["asks"]
+    assert seen["held"] == set()
 
 
 def test_it_prints_with_everything_open(page: Path, tmp_path: Path) -> None:

@@ -103,9 +103,7 @@ def test_a_suite_for_each_arm_and_length(tmp_path: Path, passing_run: FullRun) -
         statement = build(verdict, passing_run.scope(arm), order=1, evidence={}, requires={}, implementation="1" * 64)
         write(tmp_path, statement)
     xml = read(tmp_path, tmp_path)
-    assert [suite.name for suite in xml] == [
-        f"kvqual.{arm}.32.{48 << 30}" for arm in ("candidate", "native-fa3")
-    ]
+    assert [suite.name for suite in xml] == [f"kvqual.{arm}.32.{48 << 30}" for arm in ("candidate", "native-fa3")]
     assert (xml.tests, xml.failures, xml.errors) == (2, 1, 1)
 
 

@@ -76,7 +76,9 @@ def test_failed_requests_are_infinite(lines: list[dict[str, Any]]) -> None:
     """A request that failed is in the distribution, at infinity; none is dropped."""
     found = load_of(lines)
     ttft, tpot, late = whole_way(lines)
-    assert [list(it) for it in (found.ttft, found.tpot, found.lateness)] == [pytest.approx(it) for it in (ttft, tpot, late)]
+    assert [list(it) for it in (found.ttft, found.tpot, found.lateness)] == [
+        pytest.approx(it) for it in (ttft, tpot, late)
+    ]
     assert found.failed == sum(math.isinf(it) for it in found.ttft)
     assert found.offered == len(found.ttft)
 

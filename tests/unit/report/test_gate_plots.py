@@ -74,7 +74,8 @@ TEXT = '<script>alert("1")</script>\u202e\x00'
         plots.stems("k", TEXT, TEXT, [(TEXT, [(TEXT, 0.1), (TEXT, -0.2)], 0.0, 0.1)], margin=0.01, unit=TEXT),
         plots.groups("k", TEXT, TEXT, [(TEXT, [TEXT], [Curve(name=TEXT, series=0, points=((0, 0.5),))])],
                      names=[(TEXT, 0, False)], axis=TEXT),
-        plots.distributions("k", TEXT, TEXT, [(TEXT, TEXT, [(TEXT, 0, [1.0, 2.0, math.inf])])], names=[(TEXT, 0, False)]),
+        plots.distributions("k", TEXT, TEXT, [(TEXT, TEXT, [(TEXT, 0, [1.0, 2.0, math.inf])])],
+                            names=[(TEXT, 0, False)]),
         plots.record("k", TEXT, TEXT, [(TEXT, [Mark(x=0, y=1.0, tip=TEXT)])], names=[(TEXT, 0, False)],
                      limit=Line(at=5.0, text=TEXT), axis=TEXT),
     ],
@@ -92,7 +93,7 @@ def test_labels_of_lines_do_not_overlap() -> None:
     """Two reference lines side by side have their labels at different heights."""
     svg = plots.rows(
         "k", "t", "d", [Row(label="a", marks=(Mark(x=0.9), Mark(x=1.1)))], axis="x",
-        lines=(Line(at=1.0, text="no effect"), Line(at=1.001, text="5 % lower")),
+        lines=(Line(at=1.01, text="no effect"), Line(at=1.011, text="5 % lower")),
     )  # fmt: skip
     root = ElementTree.fromstring(svg)
     heights = {it.attrib["y"] for it in root.iter() if it.text in ("no effect", "5 % lower")}

@@ -311,8 +311,7 @@ def _rules(scope: ScopeState, task: str) -> PreservationRules | None:
         values = {name: table[name] for name in names}
         for name in ("stop", "run_on"):
             values[name] = tuple(values[name])  # type: ignore[arg-type]  # a list of strings, or the call below fails
-        reasoning = tuple(values["reasoning"])  # type: ignore[arg-type]  # the same
-        values["reasoning"] = reasoning or None
+        values["reasoning"] = tuple(values["reasoning"]) or None  # type: ignore[arg-type]  # the same
         return PreservationRules(**values)  # type: ignore[arg-type]  # what they are is used in a view alone
     except (KeyError, TypeError):
         return None

@@ -479,13 +479,13 @@ def _superiority(run: RunState, scope: ScopeState, gate: GateState, key: str) ->
         for null in noise:
             if (null.get("cell"), null.get("metric")) != pair:
                 continue
-            value = _float(null.get("effect"))
+            apart = _float(null.get("effect"))
             blocks = " and ".join(str(block) for block in _list(null.get("pair")))
-            if math.isfinite(value):
+            if math.isfinite(apart):
                 label = f"A/A, blocks {blocks}"
-                marks = [Mark(x=value, series=1, hollow=True, tip=f"{label}: {value:.4f}")]
-                entries.append(Row(label=label, under=what, value=f"{value:.3f}", marks=tuple(marks)))
-                table.append((f"{label}: {what}", f"{value:.4f}", "-", "-", "-", "-", "-", "-"))
+                marks = [Mark(x=apart, series=1, hollow=True, tip=f"{label}: {apart:.4f}")]
+                entries.append(Row(label=label, under=what, value=f"{apart:.3f}", marks=tuple(marks)))
+                table.append((f"{label}: {what}", f"{apart:.4f}", "-", "-", "-", "-", "-", "-"))
     if not any(row.marks for row in entries):
         return ()
     lines = [Line(at=1.0, text="no effect", limit=False)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Final
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from pytest_kvqual.judge.verdict import Outcome
 from pytest_kvqual.report.gate import answers
@@ -91,6 +91,7 @@ class GatePart:
     findings: tuple[str, ...]
     more_findings: int
     figures: tuple[Figure, ...]
+    drawn: str
     changed: tuple[Changed, ...]
     evidence: tuple[EvidenceFile, ...]
     missing: tuple[EvidenceFile, ...]
@@ -157,7 +158,7 @@ def _environment() -> Environment:
         autoescape=True, undefined=StrictUndefined, finalize=_finalize, trim_blocks=True, lstrip_blocks=True,
         loader=DictLoader({"page.html": _text("page.html")}),
     )  # fmt: skip
-    filters: dict[str, Callable[..., object]] = {"line": one_line, "count": count, "bytes_of": bytes_of}
+    filters: dict[str, Callable[..., object]] = {"line": one_line, "count": count, "together": _together}
     environment.filters.update(filters)
     return environment
 
@@ -165,6 +166,11 @@ def _environment() -> Environment:
 def _finalize(value: object) -> object:
     """What stands in the page: markup of ours as it is, text with nothing unseen in it."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _together(text: str) -> Markup:
+    """A sentence of the page in which no line ends between a number and its sign."""
+    return Markup(str(escape(visible(text))).replace(" %", "&nbsp;%"))  # escaped here
 
 
 def _text(name: str) -> str:
@@ -195,6 +201,9 @@ def headline(scope: ScopeState) -> Headline:
     broken = next((it for it in asked if it.timing and not passes(it)), None)
     superior = next((it for it in timing if it.name == "superiority" and passes(it)), None)
     sentence = f"{arm} passes all {len(before)} gates before timing at length {length}"
+    if broken is not None and broken.name == "superiority" and broken.said in ("FAIL", "INCONCLUSIVE"):
+        sentence += f", and is not shown to be faster: superiority {_WORDS[broken.said]}."
+        return Headline(word=broken.said, tone=TONES[broken.said], sentence=sentence, more=broken.figure)
     if broken is not None:
         sentence += f"; of the timing gates, {broken.name} {_WORDS[broken.said]}."
         return Headline(word=broken.said, tone=TONES[broken.said], sentence=sentence, more=broken.figure)
@@ -349,7 +358,8 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
     receipt = gate.receipt if gate.said != "DAMAGED" else None
     verdict = receipt.verdict if receipt is not None else None
     null = verdict.null if verdict is not None else None
-    plots = figures(run, scope, gate, key)
+    drawn = _drawn(run, scope) if gate.name == "trial" else ""
+    plots = () if drawn else figures(run, scope, gate, key)
     changed = answers.changed(run, scope, gate) if receipt is not None and gate.name in TASKS else ()
     receipts = gate.receipts if gate.name == "trial" else (receipt,)
     named = {name: sha256 for it in receipts if it is not None for name, sha256 in it.evidence.items()}
@@ -378,6 +388,7 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
         findings=tuple(one_line(it, CUT) for it in verdict.findings[:FINDINGS]) if verdict is not None else (),
         more_findings=max(0, len(verdict.findings) - FINDINGS) if verdict is not None else 0,
         figures=plots,
+        drawn=drawn,
         changed=changed,
         evidence=evidence,
         missing=tuple(it for it in evidence if it.state != "intact"),
@@ -385,6 +396,18 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
         details=text[:DETAILS],
         details_cut=len(text) > DETAILS,
     )
+
+
+def _drawn(run: RunState, scope: ScopeState) -> str:
+    """The scope whose section has the plots of every arm's trials, by its key; empty where that is this one."""
+    for place, other in enumerate(run.scopes, start=1):
+        gate = other.gate("trial")
+        same = (other.scope.lock, other.scope.length, other.scope.cache_bytes) == (
+            scope.scope.lock, scope.scope.length, scope.scope.cache_bytes,
+        )  # fmt: skip
+        if same and gate is not None and gate.receipts:
+            return "" if other is scope else f"s{place}"
+    return ""
 
 
 def _figure(gate: GateState) -> str:

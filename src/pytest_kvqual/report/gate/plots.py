@@ -501,9 +501,7 @@ def _steps(values: Sequence[float]) -> list[tuple[float, float]]:
     """The steps of a distribution function; of more values than :data:`CURVE`, at that many even shares."""
     ranked = sorted(values)
     total = len(ranked)
-    places = (
-        range(total) if total <= CURVE else sorted({round(it * (total - 1) / (CURVE - 1)) for it in range(CURVE)})
-    )
+    places = range(total) if total <= CURVE else sorted({round(it * (total - 1) / (CURVE - 1)) for it in range(CURVE)})
     points: list[tuple[float, float]] = []
     before = 0.0
     for place in places:
