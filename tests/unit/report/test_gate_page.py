@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
+from xml.etree import ElementTree
 
 import full_run
 import pytest
 from full_run import CANDIDATE, CONTROLS, FULL, FullRun
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from page_reader import Page
 from report_run import FEW_LOST, write_report_run
 
@@ -24,8 +27,9 @@ from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import build
 from pytest_kvqual.receipt.write import read_all, write
 from pytest_kvqual.report.gate import answers
-from pytest_kvqual.report.gate.page import headline, render
-from pytest_kvqual.report.gate.run import read_run
+from pytest_kvqual.report.gate.figures import figures
+from pytest_kvqual.report.gate.page import _limit, headline, render
+from pytest_kvqual.report.gate.run import RunState, read_run
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -517,6 +521,82 @@ def test_an_audit_that_cannot_be_read(data: bytes, tmp_path: Path, passing_run: 
     put(tmp_path, passing_run, passed("identity"))
     (tmp_path / "audit.json").write_bytes(data)
     assert "audit.json cannot be read" in Page(rendered(tmp_path)).by_id("audit").text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 10**6) | st.floats() | st.sampled_from(["nan", "inf", "1/0", "", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def _replaced(value: object, path: list[int], other: object) -> object:
+    """``value`` with what a path of places leads to replaced."""
+    if not path:
+        return other
+    if isinstance(value, Mapping) and value:
+        key = sorted(value)[path[0] % len(value)]
+        return {**value, key: _replaced(value[key], path[1:], other)}
+    if isinstance(value, list) and value:
+        place = path[0] % len(value)
+        return [*value[:place], _replaced(value[place], path[1:], other), *value[place + 1 :]]
+    return other
+
+
+@pytest.fixture(scope="module")
+def state(passing_run: FullRun) -> RunState:
+    """What the passing run's directory holds."""
+    return read_run(passing_run.run_dir)
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_whatever_the_details_hold_the_page_is_made(data: st.DataObject, state: RunState) -> None:
+    """A receipt whose details are not of the form that its gate writes loses plots, and never the page."""
+    run = state
+    (scope,) = run.scopes
+    drawn = ("placement", "nll", "retrieval", "gsm8k", "fidelity", "superiority")
+    gate = data.draw(st.sampled_from([it for it in scope.gates if it.name in drawn]))
+    assert gate.receipt is not None
+    path = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
+    details = _replaced(gate.receipt.verdict.details, path, data.draw(JSON))
+    verdict = replace(gate.receipt.verdict, details=details if isinstance(details, Mapping) else {})
+    changed = replace(gate, receipt=replace(gate.receipt, verdict=verdict))
+    for figure in figures(run, scope, changed, "k"):
+        ElementTree.fromstring(figure.svg)
+        assert all(len(row) == len(figure.columns) for row in figure.rows)
+    answers.changed(run, scope, changed)
+    _limit(scope, changed)
+
+
+def _retrieval(grades: Mapping[str, list[int]], passing_run: FullRun, length: int) -> Verdict:
+    details = {**passing_run.receipts["retrieval"].verdict.details, "by_grade": {"candidate": grades, "native": grades}}
+    return replace(passing_run.receipts["retrieval"].verdict, details=details)
+
+
+def test_retrieval_by_depth_and_length(tmp_path: Path, passing_run: FullRun) -> None:
+    """Depths stand in their order, one panel for each group of questions and each length of the run directory."""
+    depths = ("0.05", "0.2", "0.4", "0.95")
+    grades = {
+        f"{others} other names, at {depth}": [others + place, 8]
+        for others in (0, 1)
+        for place, depth in enumerate(depths)
+    }
+    for length in (1024, 8192):
+        statement = build(
+            _retrieval(grades, passing_run, length), replace(passing_run.scope(), length=length), order=1,
+            evidence={"a-1-1/attempt-1/x.json": "0" * 64}, requires={}, implementation="1" * 64,
+        )  # fmt: skip
+        write(tmp_path, statement)
+    page = Page(rendered(tmp_path))
+    (table,) = page.by_id("s1-1-grades").children[-1].children[-1].children
+    (body,) = [it for it in table.children if it.tag == "tbody"]
+    rows = [[cell.text for cell in row.children] for row in body.children]
+    assert [row[:3] for row in rows[:4]] == [
+        ["0 other names, length 1,024", depth, f"{place} of 8"]
+        for place, depth in enumerate(("5 %", "20 %", "40 %", "95 %"))
+    ]
+    assert {row[0] for row in rows} == {f"{it} other names, length {n}" for it in (0, 1) for n in ("1,024", "8,192")}
 
 
 # -- of full size ------------------------------------------------------------------------------------------------------

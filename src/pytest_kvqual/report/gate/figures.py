@@ -214,20 +214,20 @@ def _grades(run: RunState, scope: ScopeState, gate: GateState, key: str) -> Figu
     by_depth = False
     several = len({other.scope.length for other, _ in lengths}) > 1
     for other, its in sorted(lengths, key=lambda it: it[0].scope.length):
-        if its is None or (gate.name != "retrieval" and other is not scope):
+        if its is None or its.said == "DAMAGED" or (gate.name != "retrieval" and other is not scope):
             continue
         for arm, grades in _table(_details(its).get("by_grade")).items():
             arm = scope.scope.arm if arm == "candidate" else arm
             for grade, counts in _table(grades).items():
                 pair = _list(counts)
-                if len(pair) != 2 or not all(isinstance(it, int) for it in pair):
+                if len(pair) != 2 or not all(type(it) is int for it in pair):
                     continue
                 match = _DEPTH.fullmatch(grade)
                 by_depth = by_depth or match is not None
                 panel = (match["group"] if match else "by grade") + (
                     f", length {other.scope.length:,}" if several else ""
                 )
-                category = match["depth"] if match else grade
+                category = f"{100 * float(match['depth']):g} %" if match else grade
                 right, total = (it for it in pair if isinstance(it, int))
                 panels.setdefault(panel, {}).setdefault(arm, {})[category] = right, total
     if not panels:
@@ -247,12 +247,12 @@ def _grades(run: RunState, scope: ScopeState, gate: GateState, key: str) -> Figu
             )
             for arm in panel
         ]  # fmt: skip
-        drawn.append((name, [f"{100 * float(it):g} %" if by_depth else it for it in categories], curves))
+        drawn.append((name, categories, curves))
         for it in categories:
             cells = tuple(
                 f"{panel[arm][it][0]} of {panel[arm][it][1]}" if it in panel.get(arm, {}) else "-" for arm in arms
             )
-            table.append((name, f"{100 * float(it):g} %" if by_depth else it, *cells))
+            table.append((name, it, *cells))
     what = "depth of the needle in the text" if by_depth else "grade of the question"
     title = "Right answers by depth and length" if by_depth else "Right answers by grade"
     svg = plots.groups(
@@ -269,7 +269,8 @@ def _grades(run: RunState, scope: ScopeState, gate: GateState, key: str) -> Figu
 
 
 def _natural(text: str) -> tuple[object, ...]:
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text))
+    """A key by which numbers within a text sort as numbers."""
+    return tuple(int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", text)))
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
