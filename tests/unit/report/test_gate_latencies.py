@@ -92,6 +92,21 @@ def test_a_token_id_in_a_text_is_none() -> None:
     assert found.tpot == ()
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["prompt first", "prompt last"])
+def test_a_long_prompt_in_the_first_event(before: bool) -> None:
+    """An event that repeats a long prompt brings its token, wherever the prompt stands in it."""
+    prompt = {"prompt_token_ids": list(range(3000))}
+    tokens = {"token_ids": [5]}
+    choice = {"index": 0, **(prompt if before else {}), **tokens, **({} if before else prompt)}
+    first = b"data: " + json.dumps({"choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
+    without = b"data: " + json.dumps({"choices": [{"index": 0, **prompt, "token_ids": []}]}).encode() + b"\n\n"
+    events = [(2 * MS, without), (3 * MS, first), (9 * MS, chunk([4], finish="stop")), (9 * MS, usage(2))]
+    lines = whole([request("open-0000", intended=0, events=[*events, (9 * MS, b"data: [DONE]\n\n")])])
+    found = load_of(lines)
+    assert (found.ttft, found.tpot) == ((3.0,), (6.0,))
+    assert whole_way(lines)[0] == [3.0]
+
+
 def test_of_a_closed_loop_the_burst_is_marked() -> None:
     """As many requests as are in flight at first are the burst, which the plots leave out."""
     found = load_of(closed_lines(9, 3))

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,12 @@ _CELL = re.compile(r"cell-([A-Za-z0-9._-]+)\.jsonl")
 _FOLDER = re.compile(r"(?P<arm>.+)-(?P<length>\d+)-(?P<cache>\d+)")
 _TOKENS = re.compile(rb'"token_ids":\s*\[\s*\d')
 _COMPLETION = re.compile(rb'"completion_tokens":\s*(\d+)')
+_EVENTS: Final = b'"events":[['
+_NEXT: Final = b'"failure":'
+_AFTER: Final = b"]]," + _NEXT
 _USAGE_AMONG: Final = 4
+# A multiple of 4, so that the end of base64 can be decoded alone.
+_TAIL: Final = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +98,12 @@ def read_load(data: bytes, name: str, prefix: str = "") -> Load | None:
     bundle, _, file = name.split("/") if name.count("/") == 2 else ("", "", name)
     folder, cell = _FOLDER.fullmatch(bundle.removeprefix(prefix)), _CELL.fullmatch(file)
     try:
-        head, *requests, _ = [json.loads(line) for line in data.split(b"\n") if line]
+        lines = data.split(b"\n")
+        if len(lines) < 3 or lines.pop():
+            return None
+        head, _ = json.loads(lines[0]), json.loads(lines[-1])
         burst = head["concurrency"] if head["mode"] == "closed" else 0
-        times = [_times(request) for request in requests]
+        times = [_times(line) for line in lines[1:-1]]
         about = head["about"]
         return Load(
             arm=folder["arm"] if folder else str(about.get("arm", "")),
@@ -105,46 +113,78 @@ def read_load(data: bytes, name: str, prefix: str = "") -> Load | None:
             file=name,
             begun=head["zero_monotonic_ns"],
             burst=burst,
-            offered=len(requests),
-            failed=sum(request["failure"] is not None for request in requests),
-            ttft=tuple(it[0] for it in times),
-            tpot=tuple(it[1] for it in times if it[1] is not None),
-            lateness=tuple(it[2] for it in times if it[2] is not None),
+            offered=len(times),
+            failed=sum(it.failed for it in times),
+            ttft=tuple(it.ttft for it in times),
+            tpot=tuple(it.tpot for it in times if it.tpot is not None),
+            lateness=tuple(it.lateness for it in times if it.lateness is not None),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _times(request: Mapping[str, object]) -> tuple[float, float | None, float | None]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    failed: bool
+    ttft: float
+    tpot: float | None
+    lateness: float | None
+
+
+def _times(line: bytes) -> _Times:
     """TTFT from the intended arrival, TPOT, lateness of the dispatch; in milliseconds."""
+    request, events = _parts(line)
     intended, dispatch = request["intended_ns"], request["dispatch_ns"]
     late = (dispatch - intended) / 1e6 if isinstance(dispatch, int) and isinstance(intended, int) else None
     if request["failure"] is not None or not isinstance(intended, int):
-        return math.inf, math.inf, late
-    events = request["events"]
-    if not isinstance(events, list):
-        raise TypeError("events")
-    first = _first(events)
-    last = _first(list(reversed(events)))
-    tokens = _completion(events)
+        return _Times(failed=True, ttft=math.inf, tpot=math.inf, lateness=late)
+    first, last, tokens = _first(events), _first(reversed(events)), _completion(events)
     if first is None or last is None or tokens is None:
         # Another shape than the engine's: read it whole.
-        read = figures(request)
-        ttft = math.inf if read.ttft_intended_ns is None else read.ttft_intended_ns / 1e6
-        return ttft, None if read.tpot_ns is None else float(read.tpot_ns) / 1e6, late
-    return (first - intended) / 1e6, (last - first) / (tokens - 1) / 1e6 if tokens > 1 else None, late
+        read = figures(json.loads(line))
+        return _Times(
+            failed=False,
+            ttft=math.inf if read.ttft_intended_ns is None else read.ttft_intended_ns / 1e6,
+            tpot=None if read.tpot_ns is None else float(read.tpot_ns) / 1e6,
+            lateness=late,
+        )
+    tpot = (last - first) / (tokens - 1) / 1e6 if tokens > 1 else None
+    return _Times(failed=False, ttft=(first - intended) / 1e6, tpot=tpot, lateness=late)
 
 
-def _first(events: Sequence[Sequence[object]]) -> int | None:
-    for at, raw in events:
-        if isinstance(at, int) and isinstance(raw, str) and _TOKENS.search(b64decode(raw)):
-            return at
-    return None
+_Event = tuple[int, bytes]
 
 
-def _completion(events: Sequence[Sequence[object]]) -> int | None:
+def _parts(line: bytes) -> tuple[Mapping[str, object], Sequence[_Event]]:
+    """A request without its events, and these as (nanoseconds, base64).
+
+    Events are nearly all of a line, and the keys of a recording stand in order: those before hold no text, and base64
+    holds no bracket.
+    """
+    begin = line.find(_EVENTS)
+    end = line.find(_AFTER, begin)
+    if begin < 0 or end < 0:
+        request = json.loads(line)
+        return request, [(at, raw.encode("ascii")) for at, raw in request["events"]]
+    request = json.loads(line[:begin] + line[end + len(_AFTER) - len(_NEXT) :])
+    pieces = (piece.partition(b',"') for piece in line[begin + len(_EVENTS) : end].split(b"],["))
+    return request, [(int(at), raw[:-1]) for at, _, raw in pieces]
+
+
+def _first(events: Iterable[_Event]) -> int | None:
+    return next((at for at, raw in events if _brings_tokens(raw)), None)
+
+
+def _brings_tokens(raw: bytes) -> bool:
+    """Whether an event has output tokens. Those of the prompt, which the first one repeats, stand before them."""
+    if _TOKENS.search(b64decode(raw[-_TAIL:])):
+        return True
+    return len(raw) > _TAIL and _TOKENS.search(b64decode(raw)) is not None
+
+
+def _completion(events: Sequence[_Event]) -> int | None:
     for _, raw in events[: -_USAGE_AMONG - 1 : -1]:
-        match = _COMPLETION.search(b64decode(raw)) if isinstance(raw, str) else None
+        match = _COMPLETION.search(b64decode(raw))
         if match:
             return int(match[1])
     return None
