@@ -377,7 +377,8 @@ def test_each_outcome_has_its_sentence(outcome: str, sentence: str, tmp_path: Pa
     """The sentence is that of the receipt's own word."""
     put(tmp_path, passing_run, Verdict(gate="identity", outcome=Outcome(outcome), figure="because", findings=("it",)))
     page = Page(rendered(tmp_path))
-    assert page.one("h1").text == sentence
+    # There is no study beside the receipt.
+    assert page.one("h1").text == f"As written: {sentence}"
     assert outcome in page.by_id("s1-1").text
 
 
@@ -386,7 +387,9 @@ def test_a_gate_without_a_receipt_is_no_pass(copied: Callable[[], Path], passing
     run_dir = copied()
     (run_dir / passing_run.receipts["routing"].name).unlink()
     page = Page(rendered(run_dir))
-    assert page.one("h1").text == "candidate is not qualified at length 32: gate 4, routing, has no receipt."
+    assert (
+        page.one("h1").text == "As written: candidate is not qualified at length 32: gate 4, routing, has no receipt."
+    )
     assert "rests on a receipt of routing" in page.by_id("s1-5").text
 
 
@@ -396,6 +399,8 @@ def test_missing_evidence_is_said_in_its_place(copied: Callable[[], Path], passi
     name = f"{passing_run.stem}/attempt-1/gsm8k.jsonl"
     (run_dir / "evidence" / name).unlink()
     page = Page(rendered(run_dir))
+    assert page.one("h1").text.startswith("As written: candidate passes all 12 gates")
+    assert page.all("header")[0].attributes["class"] == "verdict unsure"
     (box,) = [it for it in page.elements if it.attributes.get("class") == "warnbox"]
     assert box.text.startswith(
         "The verdict is as written, and 1 thing is not as the receipts say. Check it with kvqual audit"
@@ -452,7 +457,10 @@ def test_a_damaged_receipt_has_no_verdict(copied: Callable[[], Path], passing_ru
     path = run_dir / passing_run.receipts["nll"].name
     path.write_bytes(path.read_bytes().replace(b"PASS", b"FAIL", 1))
     page = Page(rendered(run_dir))
-    assert page.one("h1").text == "candidate is not qualified at length 32: gate 10, nll, has a damaged receipt."
+    assert (
+        page.one("h1").text
+        == "As written: candidate is not qualified at length 32: gate 10, nll, has a damaged receipt."
+    )
     assert "DAMAGED" in page.by_id("s1-10").text
     assert [it for it in page.all("figure") if it.attributes["id"].startswith("s1-10-")] == []
 

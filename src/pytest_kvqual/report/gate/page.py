@@ -133,7 +133,8 @@ def render(run: RunState) -> str:
         run=run,
         main=main,
         rest=rest,
-        title=_title(main),
+        title=("As written: " if problems else "") + _title(main),
+        tone=_tone(main, problems),
         problems=list(dict.fromkeys(problems)),
         files=len({file.name for file in named}),
         intact=len({file.name for file in named}) - len(broken),
@@ -226,6 +227,14 @@ def _objection(gate: GateState, arm: str, length: str) -> str:
     if gate.said == "INCONCLUSIVE":
         return f"Nothing is shown about {arm} {where}: gate {gate.order}, {gate.name}, is inconclusive."
     return f"{arm} is not qualified {where}: gate {gate.order}, {gate.name}, {_WORDS[gate.said]}."
+
+
+def _tone(main: Sequence[ScopePart], problems: Sequence[str]) -> str:
+    """The tone of the first box: a pass only where every scope says so and all that they name is there."""
+    tones = {part.headline.tone for part in main}
+    if tones == {"pass"}:
+        return "unsure" if problems else "pass"
+    return next(iter(tones)) if len(tones) == 1 else "fail"
 
 
 def _title(main: Sequence[ScopePart]) -> str:
