@@ -92,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.add_argument("--prefix", default="", help="as given to the run")
+    report.add_argument("--html", type=Path, metavar="FILE", help="write the gate report there, as one page")
+    report.add_argument("--junit", type=Path, metavar="FILE", help="write it there as JUnit (xunit2), for CI")
     audit = command(
         "audit", _audit, "re-derive every verdict of a run directory from its raw records; fail unless it passes"
     )
@@ -213,6 +215,11 @@ def _report(args: argparse.Namespace) -> int:
     found = stored(args.run_dir, prefix=args.prefix)
     for line in found.lines:
         print(line)
+    if args.html is not None or args.junit is not None:
+        from pytest_kvqual.report.gate.files import write_report
+
+        for path in write_report(args.run_dir, html=args.html, junit=args.junit, prefix=args.prefix):
+            print(f"gate report: {path}")
     return 0 if found.passed else 1
 
 

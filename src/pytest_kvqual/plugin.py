@@ -106,6 +106,13 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+def _report(text: str) -> Path:
+    path = Path(text).expanduser().absolute()
+    if not text.strip() or not path.name or path.is_dir():
+        raise pytest.UsageError(f"--gate-report: found {text!r}, expected the name of a file without its suffix")
+    return path
+
+
 def _dataset(text: str) -> Path:
     path = Path(text).expanduser().absolute()
     if not path.is_file():
@@ -140,6 +147,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         type=_folder,
         help="where evidence and receipts go (default: .kvqual/STUDY under the root folder)",
+    )
+    group.addoption(
+        "--gate-report",
+        metavar="PATH",
+        type=_report,
+        help="at the end, write the gate report of the run directory: PATH.html, and PATH.xml as JUnit",
     )
     group.addoption(
         "--cache-bytes",

@@ -197,6 +197,7 @@ class QualificationSession:
         self._timing = False
         self._piloting = False
         self._explored: list[str] = []
+        self._written: list[str] = []
         self._interrupted = ""
         # Opening waits for the selection where it may turn out that only transfer tests run.
         self._waiting = False
@@ -501,8 +502,26 @@ class QualificationSession:
         try:
             if self._started or self._interrupted:
                 self._account()
+                self._write_report()
         finally:
             self.campaign.close()
+
+    def _write_report(self) -> None:
+        """The gate report, where it was asked for; a run whose report could not be written does not pass."""
+        path: Path | None = self._config.getoption("gate_report")
+        if path is None:
+            return
+        from pytest_kvqual.report.gate.files import paths, write_report
+
+        try:
+            html, junit_file = paths(path)
+            prefix = self._config.getoption("prefix")
+            written = write_report(self.campaign.run_dir, html=html, junit=junit_file, prefix=prefix)
+            self._written += [f"gate report: {file}" for file in written]
+        except KvqualError as error:
+            self._errors.append(f"--gate-report: {error.line()}")
+            if self._session.exitstatus == pytest.ExitCode.OK:
+                self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _account(self) -> None:
         session = self._session
@@ -583,7 +602,7 @@ class QualificationSession:
         lines = terminal.lines(
             self._rows(),
             notices=[*self._notices, *self._errors],
-            summary=list(self.campaign.summary()),
+            summary=[*self.campaign.summary(), *self._written],
             run_dir=self.campaign.run_dir,
         )
         for line in lines:
@@ -611,6 +630,8 @@ def _check_block(config: pytest.Config, *, timing: bool, piloting: bool) -> None
         raise pytest.UsageError("found --block without timing in -m, expected -m 'cpu and timing' (or gpu)")
     if config.getoption("cell") is not None and not piloting:
         raise pytest.UsageError("found --cell without pilot in -m, expected -m 'cpu and pilot' (or gpu)")
+    if config.getoption("gate_report") is not None and piloting:
+        raise pytest.UsageError("found --gate-report with pilot in -m, expected none: a pilot decides nothing")
     if timing and piloting:
         raise pytest.UsageError("found both timing and pilot in -m, expected one: a pilot decides nothing")
 
