@@ -204,7 +204,7 @@ class Campaign:
         if "gsm8k" in gates:
             self._gsm8k_panel = self._built_gsm8k()
         if any(gate in TIMING_GATES for gate in gates):
-            self._timing.prepare()
+            self._timing.prepare(gates)
         self._claim(self.run_dir)
         keep(self.study, lock, self.run_dir)
         return [*self._open(), *self._stale()]
