@@ -16,6 +16,7 @@ INTEGER, NUMBER, BOOLEAN = "integer", "number", "boolean"
 TEXTS, TABLE, TABLES = "list of texts", "table", "list of tables"
 
 SHARE: Final = "share, 0 to 1"
+_GATE: Final = "where the gate is required"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,8 @@ class Key:
     """One key of one table.
 
     ``type`` is one of the words above, or the texts that it may be, each in quotes. ``default`` is what holds where the
-    key is absent; empty for a key that must be there. ``unit`` has the unit, and bounds where the loader has any.
+    key is absent; empty for a key that must be there, always or, with ``when``, exactly in that case. ``unit`` has the
+    unit, and bounds where the loader has any.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Key:
     meaning: str
     unit: str = ""
     default: str = ""
+    when: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +45,8 @@ class Section:
     keys: tuple[Key, ...]
 
 
-def _key(name: str, type: str, meaning: str, *, unit: str = "", default: str = "") -> Key:
-    return Key(name=name, type=type, meaning=meaning, unit=unit, default=default)
+def _key(name: str, type: str, meaning: str, *, unit: str = "", default: str = "", when: str = "") -> Key:
+    return Key(name=name, type=type, meaning=meaning, unit=unit, default=default, when=when)
 
 
 PASSES: Final[Mapping[str, str]] = MappingProxyType(
@@ -104,7 +107,7 @@ _PRESERVATION: Final = (
 SECTIONS: Final = (
     Section(
         header="",
-        about="At the top.",
+        about="What stands before the first table, and the tables.",
         keys=(
             _key("schema", INTEGER, "1"),
             _key("name", NAME, "letters, digits, `_`, `.`, `-`; begins with a letter or digit"),
@@ -120,12 +123,12 @@ SECTIONS: Final = (
             _key("oracle", TABLE, "of the oracle gates"),
             _key("parity", TABLE, "of the gate parity"),
             _key("nll", TABLE, "of the gate nll"),
-            _key("retrieval", TABLE, "stands exactly where the gate is required"),
-            _key("gsm8k", TABLE, "stands exactly where the gate is required"),
-            _key("recall", TABLE, "stands exactly where the gate is required"),
-            _key("fidelity", TABLE, "stands exactly where the gate is required"),
-            _key("timing", TABLE, "a table for each length that is timed; stands exactly where trial or superiority is "
-                 "required"),
+            _key("retrieval", TABLE, "of the gate retrieval", when=_GATE),
+            _key("gsm8k", TABLE, "of the gate gsm8k", when=_GATE),
+            _key("recall", TABLE, "of the gate recall", when=_GATE),
+            _key("fidelity", TABLE, "of the gate fidelity", when=_GATE),
+            _key("timing", TABLE, "a table for each length that is timed",
+                 when="where trial or superiority is required"),
             _key("gates", TABLE, "a table for each gate, in order"),
             _key("waivers", TABLES, "known findings of controls", default="none"),
         ),
@@ -145,7 +148,7 @@ SECTIONS: Final = (
                  "the SHA-256 of each file of the model's folder; or the JSON file with them, which `kvqual prepare` "
                  "writes"),
             _key("repository", TEXT, "where the weights are on the Hugging Face hub", default="none"),
-            _key("revision", COMMIT, "stands exactly where `repository` does", default="none"),
+            _key("revision", COMMIT, "its revision; both or neither", default="none"),
             _key("formats", TABLE, "instead of files, repository and revision: the same model in several formats",
                  default="none"),
         ),
@@ -213,26 +216,27 @@ SECTIONS: Final = (
             _key("max_model_len", INTEGER, "of the server", unit="tokens, at least TOKENS + `nll.decode_steps`"),
             _key("wave_size", INTEGER, "per wave, or in flight", unit="requests, from 1 to `max_num_seqs`"),
             _key("panels", TABLE, "the panel files"),
-            _key("questions", TABLE, "of each scored task that is required, how many"),
+            _key("questions", TABLE, "how many", when="where a scored task is required"),
         ),
     ),
     Section(
         header="[lengths.TOKENS.panels]",
-        about="A panel for each required gate that asks for one; all oracle gates share one.",
+        about="Panels of the required gates.",
         keys=(
-            _key("nll", PATH, "of the gate nll"),
-            _key("oracle", PATH, "of stale-maps, routing, shifted-outputs, placement and replay"),
-            _key("retrieval", PATH, "of the gate retrieval"),
-            _key("recall", PATH, "of the gate recall"),
+            _key("nll", PATH, "of the gate nll", when=_GATE),
+            _key("oracle", PATH, "of stale-maps, routing, shifted-outputs, placement and replay",
+                 when="where one of them is required"),
+            _key("retrieval", PATH, "of the gate retrieval", when=_GATE),
+            _key("recall", PATH, "of the gate recall", when=_GATE),
         ),
     ),
     Section(
         header="[lengths.TOKENS.questions]",
-        about="Exactly the scored tasks that are required.",
+        about="Numbers of questions.",
         keys=(
-            _key("retrieval", INTEGER, "exactly the panel's", unit="from 1"),
-            _key("gsm8k", INTEGER, "exactly the test set's 1319", unit="from 1"),
-            _key("recall", INTEGER, "exactly the panel's", unit="from 1"),
+            _key("retrieval", INTEGER, "exactly the panel's", unit="from 1", when=_GATE),
+            _key("gsm8k", INTEGER, "exactly the test set's 1319", unit="from 1", when=_GATE),
+            _key("recall", INTEGER, "exactly the panel's", unit="from 1", when=_GATE),
         ),
     ),
     Section(
@@ -276,11 +280,19 @@ SECTIONS: Final = (
             _key("poison_documents", INTEGER, "documents that a seeded fault is shown", unit="from 1 to `documents`"),
         ),
     ),
-    Section(header="[retrieval]", about="The preservation rule of the gate retrieval.", keys=_PRESERVATION),
-    Section(header="[recall]", about="The preservation rule of the gate recall.", keys=_PRESERVATION),
+    Section(
+        header="[retrieval]",
+        about="The preservation rule of the gate retrieval; refused where it is not required.",
+        keys=_PRESERVATION,
+    ),
+    Section(
+        header="[recall]",
+        about="The preservation rule of the gate recall; refused where it is not required.",
+        keys=_PRESERVATION,
+    ),
     Section(
         header="[gsm8k]",
-        about="The preservation rule of the gate gsm8k, and its test set.",
+        about="The preservation rule of the gate gsm8k, and its test set; refused where it is not required.",
         keys=(
             *_PRESERVATION,
             _key("source", TABLE, "the test set"),
@@ -300,7 +312,8 @@ SECTIONS: Final = (
     ),
     Section(
         header="[fidelity]",
-        about="Of the gate fidelity: the load on the local server of known delays, and what the recorder must keep to.",
+        about="Of the gate fidelity: the load on the local server of known delays, and what the recorder must keep to; "
+        "refused where it is not required.",
         keys=(
             _key("rate", NUMBER, "of the open loop", unit="requests/s, above 0"),
             _key("concurrency", INTEGER, "in flight in the closed loop", unit="requests, from 1"),
@@ -317,7 +330,7 @@ SECTIONS: Final = (
     ),
     Section(
         header="[timing.LENGTH]",
-        about="The timing plan of one length.",
+        about="The timing plan of one length; refused where nothing is timed.",
         keys=(
             _key("panel", PATH, "items of grade `measured`, `warm-up` and `canary`; a canary's `expected` is the id of "
                  "the parity item with its prompt"),
@@ -348,11 +361,12 @@ SECTIONS: Final = (
         keys=(
             _key("name", TEXT, "lower-case letters, digits and `-`; not `warm-up`"),
             _key("mode", '"open" or "closed"', "at intended arrivals, or so many in flight"),
-            _key("arrivals", '"constant", "poisson" or "file"', "of an open cell alone"),
-            _key("rate", NUMBER, "of constant and Poisson arrivals alone, the last of which is within 30 days",
-                 unit="requests/s, above 0"),
-            _key("seed", TEXT, "of Poisson arrivals alone"),
-            _key("concurrency", INTEGER, "of a closed cell alone", unit="requests, from 1, below `requests`"),
+            _key("arrivals", '"constant", "poisson" or "file"', "when requests are due", when="in an open cell"),
+            _key("rate", NUMBER, "of the arrivals, the last of which is within 30 days", unit="requests/s, above 0",
+                 when="with constant and Poisson arrivals"),
+            _key("seed", TEXT, "what the arrivals are drawn from", when="with Poisson arrivals"),
+            _key("concurrency", INTEGER, "in flight", unit="requests, from 1, below `requests`",
+                 when="in a closed cell"),
             _key("requests", INTEGER, "of the cell", unit="1 (closed: 2) to 1,000,000"),
             _key("canaries", INTEGER, "how many of them are canaries", unit="from 0, below `requests`"),
             _key("max_tokens", INTEGER, "output of each", unit="tokens, 2 to 1,000,000"),
