@@ -100,8 +100,7 @@ def _study(name: str, format: str | None) -> None:
 
 
 def _pytest(arguments: list[str], pytester: pytest.Pytester) -> None:
-    if not any(it.name == "kvqual" for it in entry_points(group="pytest11")):
-        arguments = ["-p", "pytest_kvqual.plugin", *arguments]
+    arguments = [*with_plugin(), *arguments]
     if "--help" in arguments:
         return
     # What a page's placeholders stand for need not be there.
@@ -136,6 +135,12 @@ def _selection(config: pytest.Config) -> None:
         raise WrongError(error.line()) from None
     if study.platform != platform:
         raise WrongError(f"found -m {platform} with the study {study.name}")
+
+
+def with_plugin() -> list[str]:
+    """What loads the plugin; nothing where it is installed, which loads it by itself."""
+    installed = any(it.name == "kvqual" for it in entry_points(group="pytest11"))
+    return [] if installed else ["-p", "pytest_kvqual.plugin"]
 
 
 def markers() -> set[str]:
@@ -241,6 +246,15 @@ def test_commands_in_running_text_parse(page: Path, pytester: pytest.Pytester) -
     assert wrong == []
 
 
+def test_commands_that_are_there_are_not_pending() -> None:
+    """A command that is there has no exemption from these tests."""
+    actions = [it for it in cli._parser()._actions if isinstance(it, argparse._SubParsersAction)]
+    there = {f"kvqual {name}" for action in actions for name in action.choices}
+    if importlib.util.find_spec("pytest_kvqual.qualification") is not None:
+        there.add("pytest --pyargs")
+    assert there.isdisjoint(PENDING)
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -310,7 +324,7 @@ def run(command: Command, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
         return status, out + err
     text = command.text
     if found[0] == "pytest":
-        text = text.replace("pytest ", "python -m pytest -p pytest_kvqual.plugin -p no:cacheprovider ", 1)
+        text = text.replace("pytest ", f"python -m pytest {' '.join(with_plugin())} -p no:cacheprovider ", 1)
     # A module that a page runs from the source is found there as elsewhere.
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "src"}
     done = subprocess.run(
