@@ -99,10 +99,10 @@ def _installed(name: str) -> bool:
 
 
 def _model(study: Study) -> str:
-    from pytest_kvqual.models import model_folder, verify_model
+    from pytest_kvqual.models import check_model, model_folder
 
     folder = model_folder(study.model)
-    verify_model(folder, study.model.files)
+    check_model(study.model, folder)
     return f"{len(study.model.files)} files in {folder}"
 
 
