@@ -59,7 +59,8 @@ def model_folder(model: Model) -> Path:
     The name ends in a digest of the declared files, so that studies with other files never share a folder.
     """
     if override := os.environ.get("KVQUAL_MODEL_DIR"):
-        return Path(override).expanduser().absolute()
+        # Path.expanduser raises where nobody has that name.
+        return Path(os.path.expanduser(override)).absolute()  # noqa: PTH111
     from platformdirs import user_cache_path
 
     name = re.sub(r"[^A-Za-z0-9._-]", "_", model.name)
