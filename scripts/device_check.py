@@ -6,10 +6,10 @@
 Prints a table to standard error and one JSON document to standard output (and to ``--output``). Ends with 0 where every
 check passed, with 1 where one failed or time ran out before it, with 2 where there is no GPU.
 
-What is checked, in this order: E4M3 bytes as the kernels read them; decode at 8K context, batch 32, Qwen3-8B geometry,
-K16/V8 against K16/V16 through the same kernels (time, bytes, outputs against float64, unwritten cells, a row alone
-against the same row in the batch); a captured graph whose inputs change between replays; prefill; the transfer
-geometries under all oracles; planted faults and the catalogue's that a backend without replaceable parts can have.
+What is checked, in this order: E4M3 bytes as the kernels read them and as the oracles write them; decode at 8K context,
+batch 32, Qwen3-8B geometry, K16/V8 against K16/V16 through the same kernels (time, bytes, outputs against float64,
+unwritten cells, a row alone against the same row in the batch); a captured graph whose inputs change between replays;
+prefill; the transfer geometries under all oracles; planted faults and the catalogue's that a backend without replaceable parts can have.
 Then, where time is left, FlashInfer's decode where it is installed, and other tile sizes and pipeline depths: for
 information, nothing is chosen by them.
 """
@@ -211,7 +211,7 @@ class Check:
     # -- E4M3 ---------------------------------------------------------------------------------------------------------
 
     def casts(self) -> dict[str, Any]:
-        """Each of the 256 bytes as the kernels read it, against the table of the definition."""
+        """Each of the 256 bytes as the kernels read it, and the oracles' own encoding on the device."""
         import torch
         from triton import language
 
@@ -230,8 +230,26 @@ class Check:
                 read = values.cpu() * (1.0 if cast else 2.0**8)
                 same = (read == expected) | (read.isnan() & expected.isnan())
                 found[f"{name}_{way}_wrong"] = int((~same).sum())
+        found["declared_unlike_on_host"] = self.declared()
         # The hardware's way is measured, not used.
-        return {"ok": not any(count for name, count in found.items() if "bits" in name), **found}
+        return {"ok": not any(count for name, count in found.items() if "hardware" not in name), **found}
+
+    def declared(self) -> int:
+        """How many of all 16-bit V have another declared byte when they lie on the device; some scales make ties."""
+        import torch
+
+        from pytest_kvqual.kv import formats
+
+        every = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+        unlike = 0
+        for dtype in (torch.float16, torch.bfloat16):
+            codec = formats.declared("k16v8", dtype=dtype)
+            value = every.view(dtype).view(-1, 1, 64)
+            for scale in (0.02, *(significand * 2.0**-12 for significand in range(65, 128, 2))):
+                here = codec.encode(value, value, scale).v
+                there = codec.encode(value.to(self.device), value.to(self.device), scale).v
+                unlike += int((there.cpu() != here).sum())
+        return unlike
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
