@@ -10,8 +10,8 @@ What is checked, in this order: E4M3 bytes as the kernels read them and as the o
 batch 32, Qwen3-8B geometry, K16/V8 against K16/V16 through the same kernels (time, bytes, outputs against float64,
 unwritten cells, a row alone against the same row in the batch); a captured graph whose inputs change between replays;
 prefill; the transfer geometries under all oracles; planted faults and those of the catalogue that a backend without
-replaceable parts can have. Then, where time is left, FlashInfer's decode where it is installed, and other tile sizes and pipeline
-depths: for information, nothing is chosen by them.
+replaceable parts can have. Then, where time is left, FlashInfer's decode where it is installed, and other tile sizes
+and pipeline depths: for information, nothing is chosen by them.
 """
 
 from __future__ import annotations
