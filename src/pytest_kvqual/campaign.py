@@ -200,7 +200,7 @@ class Campaign:
         self._lock = lock.sha256
         self._implementation = digest(dict(lock.implementation))
         self._model = models.model_folder(self.study.model)
-        models.verify_model(self._model, self.study.model.files)
+        models.check_model(self.study.model, self._model)
         if "gsm8k" in gates:
             self._gsm8k_panel = self._built_gsm8k()
         if any(gate in TIMING_GATES for gate in gates):

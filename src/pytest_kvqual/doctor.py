@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -59,7 +60,8 @@ def _gpu(study: Study, gsm8k: Path | None) -> Iterator[Line]:
     from pytest_kvqual.worker import device
 
     # vLLM's own copy of NVML would import the engine.
-    for found in look(study, device.read(modules=("pynvml",)), gsm8k=gsm8k):
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for found in look(study, device.read(modules=("pynvml",)), gsm8k=gsm8k, chosen=chosen):
         text = f"{found.found} ({found.fix})" if found.fix else found.found
         failed = bool(found.fix) and found.needed
         yield Line(what=found.what, passed=not failed, found=text, noted=bool(found.fix))
@@ -99,10 +101,10 @@ def _installed(name: str) -> bool:
 
 
 def _model(study: Study) -> str:
-    from pytest_kvqual.models import model_folder, verify_model
+    from pytest_kvqual.models import check_model, model_folder
 
     folder = model_folder(study.model)
-    verify_model(folder, study.model.files)
+    check_model(study.model, folder)
     return f"{len(study.model.files)} files in {folder}"
 
 

@@ -38,20 +38,41 @@ class Found:
     needed: bool = True
 
 
-def look(study: Study, record: Mapping[str, Any], *, gsm8k: Path | None = None) -> Iterator[Found]:
+def look(
+    study: Study, record: Mapping[str, Any], *, gsm8k: Path | None = None, chosen: str | None = None
+) -> Iterator[Found]:
     """Everything that a GPU study needs beyond what every study does.
 
     Args:
         study: A study of platform ``gpu``.
         record: What :func:`pytest_kvqual.worker.device.read` returned.
         gsm8k: The GSM8K test set as a file; None for the hub's cache.
+        chosen: ``CUDA_VISIBLE_DEVICES``; None where it is not set.
     """
-    devices = record["devices"]
+    # What runs on a device that no arm gets is somebody else's.
+    devices = visible(record["devices"], chosen)[: study.engine.tensor_parallel_size]
     yield from _devices(study, record, devices)
     yield _driver(record)
     yield from _parts(study, devices)
     if study.gsm8k_source is not None:
         yield _gsm8k(study, gsm8k)
+
+
+def visible(devices: list[Mapping[str, Any]], chosen: str | None) -> list[Mapping[str, Any]]:
+    """The devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order: up to the first name that is none of theirs."""
+    if chosen is None:
+        return devices
+    found: list[Mapping[str, Any]] = []
+    for word in (part.strip() for part in chosen.split(",")):
+        same = [
+            it
+            for it in devices
+            if it not in found and (str(it["index"]) == word or (word and str(it["uuid"]).startswith(word)))
+        ]
+        if len(same) != 1:
+            break
+        found += same
+    return found
 
 
 def _devices(study: Study, record: Mapping[str, Any], devices: list[Mapping[str, Any]]) -> Iterator[Found]:
@@ -60,8 +81,9 @@ def _devices(study: Study, record: Mapping[str, Any], devices: list[Mapping[str,
         reason = f": {record['reason']}" if record["reason"] else ""
         yield Found(
             what="device",
-            found=f"found {len(devices)} NVIDIA GPUs, expected {wanted}{reason}",
-            fix="run on a GPU host; where it is one, load its driver until nvidia-smi lists the GPU",
+            found=f"found {len(devices)} NVIDIA GPUs that can be used, expected {wanted}{reason}",
+            fix="run on a GPU host; where it is one, load its driver until nvidia-smi lists the GPU, and see what "
+            "CUDA_VISIBLE_DEVICES names",
         )
     for device in devices:
         yield from _device(study, device, f"GPU {device['index']}")

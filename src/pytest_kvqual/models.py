@@ -59,7 +59,8 @@ def model_folder(model: Model) -> Path:
     The name ends in a digest of the declared files, so that studies with other files never share a folder.
     """
     if override := os.environ.get("KVQUAL_MODEL_DIR"):
-        return Path(override).expanduser().absolute()
+        # Path.expanduser raises where nobody has that name.
+        return Path(os.path.expanduser(override)).absolute()  # noqa: PTH111
     from platformdirs import user_cache_path
 
     name = re.sub(r"[^A-Za-z0-9._-]", "_", model.name)
@@ -96,6 +97,29 @@ def verify_model(folder: Path, files: Mapping[str, str]) -> None:
         ) from error
 
 
+def check_model(model: Model, folder: Path) -> None:
+    """As :func:`verify_model`, with the advice that fits where the model comes from.
+
+    Raises:
+        ModelError: As :func:`verify_model`; also a model of the hub whose digests nobody has written yet.
+    """
+    if model.repository is None:
+        verify_model(folder, model.files)
+        return
+    if not model.files:
+        raise ModelError(
+            f"{model.name}: found no digests of its files, expected those that `kvqual prepare` writes",
+            advice=f"prepare the study with the folder of {model.repository} at {model.revision}",
+        )
+    try:
+        verify_model(folder, model.files)
+    except ModelError as error:
+        raise ModelError(
+            str(error),
+            advice=f"name the folder of {model.repository} at {model.revision} in KVQUAL_MODEL_DIR",
+        ) from None
+
+
 def build_model(
     model: Model,
     *,
@@ -124,7 +148,7 @@ def build_model(
     folder = model_folder(model)
     if folder.exists() and not rebuild:
         # Without the lock: the cache may be read-only, and a folder that has its name is complete.
-        verify_model(folder, model.files)
+        check_model(model, folder)
         return folder
     if model.source not in SOURCES:
         raise ModelError(

@@ -25,9 +25,10 @@ from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual._decode import Table, one_line, parse_json
 from pytest_kvqual.errors import CaptureError, ModelError, RefusedError, StudyError
 from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, encode_rows, recipe_of, v_scale
-from pytest_kvqual.study.load import argument, load_study
+from pytest_kvqual.study.freeze import lock_path
+from pytest_kvqual.study.load import STUDY_FILE, argument, load_study
 from pytest_kvqual.study.model import Selection, Study
-from pytest_kvqual.study.panels import check_panels
+from pytest_kvqual.study.panels import check_panels, has_length
 
 WATCH = "pytest_kvqual.worker.calibration:watch"
 _LIMIT_S = 120.0
@@ -57,8 +58,17 @@ class Tokenizer:
     def chat(self, question: str) -> list[int]:
         """The token ids of a user's message under the model's chat template, up to where the answer begins."""
         message = [{"role": "user", "content": question}]
-        template = _chat_template(self.folder)
-        return self.encode(template.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        try:
+            template = _chat_template(self.folder)
+            text = template.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except ModelError:
+            raise
+        except Exception as error:  # the package's own, and those of the template's engine
+            raise ModelError(
+                one_line(f"{self.folder}: found no chat template that can be used: {error}"),
+                advice="give the folder of an instruction model, whole",
+            ) from None
+        return self.encode(text)
 
 
 def prepare(
@@ -99,6 +109,7 @@ def prepare(
     if calibrate:
         # Before the minutes that the rest takes.
         _device(study)
+    _check_places(study, study.model.files_path)
     files = model_files(model)
     _fits(study, model)
     tokenizer = tokenizer_of(model)
@@ -246,11 +257,59 @@ def _fits(study: Study, model: Path) -> None:
         if config.has("head_dim") and config.raw("head_dim") is not None
         else config.integer("hidden_size", minimum=1) // found["num_attention_heads"]
     )
+    advice = f"give the folder of {study.model.repository} at {study.model.revision}"
     for key, value in expected.items():
         if found[key] != value:
             raise ModelError(
-                f"{path}: found {key} {found[key]}, expected {value}, as study {study.name} declares",
-                advice=f"give the folder of {study.model.repository} at {study.model.revision}",
+                f"{path}: found {key} {found[key]}, expected {value}, as study {study.name} declares", advice=advice
+            )
+    # All formats of a model have its geometry. The engine's names of kernels begin with that of the quantisation.
+    packed = config.has("quantization_config") and config.raw("quantization_config") is not None
+    method = config.table("quantization_config", known=None).string("quant_method") if packed else ""
+    wanted = _quantisation(study.engine.flags)
+    if bool(method) is not bool(wanted) or not wanted.startswith(method):
+        raise ModelError(
+            f"{path}: found {f'the quantisation {method}' if method else 'no quantisation'}, expected "
+            f"{wanted or 'none'}, as the flags of study {argument(study)} say",
+            advice=advice,
+        )
+
+
+def _quantisation(flags: Sequence[str]) -> str:
+    """What ``--quantization`` (``-q``) is given in the engine's flags; empty without it."""
+    for flag, following in zip(flags, (*flags[1:], ""), strict=True):
+        name, equals, value = flag.partition("=")
+        if name in ("--quantization", "-q"):
+            return value if equals else following
+    return ""
+
+
+def _check_places(study: Study, digests: Path) -> None:
+    """No file that is written here lies where another one of the study is.
+
+    Raises:
+        StudyError: One does; names both.
+    """
+    taken = {study.directory / STUDY_FILE: "the study itself", lock_path(study): "its lock"}
+    taken |= {rules.plan: "a plan" for rules in study.timing.values()}
+    taken |= {cell.trace: "a trace" for rules in study.timing.values() for cell in rules.cells}
+    if study.gsm8k_source is not None:
+        taken[study.gsm8k_source.shots] = "the worked questions"
+    written = [(digests, "the digests"), (study.parity.panel, "the parity panel")]
+    for length in study.lengths.values():
+        # One panel serves every length where the task has the same questions at all.
+        written += [
+            (path, f"the {task} panel" + (f" of {length.tokens}" if has_length(task) else ""))
+            for task, path in length.panels.items()
+        ]
+    written += [(rules.panel, f"the timing panel of {length}") for length, rules in study.timing.items()]
+    written += [(arm.scales, "the scales") for arm in study.arms.values() if arm.scales is not None]
+    for path, what in written:
+        if taken.setdefault(path, what) != what:
+            raise StudyError(
+                f"study {study.name}: found {what} at {path.relative_to(study.directory).as_posix()}, where "
+                f"{taken[path]} is, expected a place of its own",
+                advice=f"change its path in {STUDY_FILE}",
             )
 
 

@@ -251,6 +251,7 @@ class QualificationSession:
         Raises:
             pytest.UsageError: one line.
         """
+        from pytest_kvqual.server.checkout import read_install
         from pytest_kvqual.study.load import load_study, select
 
         config = self._config
@@ -258,12 +259,14 @@ class QualificationSession:
         if len(platforms) != 1:
             return
         options = options_of(config, platform=platforms[0], timing=False)
-        typed = [options.arm, options.length, options.format, config.getoption("study")]
+        typed = [options.arm, options.length, options.format, options.install, config.getoption("study")]
         try:
             study = load_study(options.study, options.format)
             arm = options.arm if options.arm is not None else next(iter(study.arms))
             length = options.length if options.length is not None else next(iter(study.lengths))
             select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
+            if options.install is not None:
+                read_install(options.install, study)
         except KvqualError as error:
             # A folder of gates may bring a campaign of its own, which knows its study by itself.
             if any(value is not None for value in typed):

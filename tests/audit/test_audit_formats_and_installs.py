@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from full_run import CANDIDATE, FORMATS, FullRun, build_run
+from full_run import CANDIDATE, CONTROLS, FORMATS, FullRun, build_run
 
+from pytest_kvqual.audit import observed
 from pytest_kvqual.audit.attempts import Attempt
 from pytest_kvqual.audit.auditor import Options, Result, audit
 from pytest_kvqual.audit.checks import Report
@@ -42,6 +46,58 @@ def test_a_record_that_no_receipt_names_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("pytest_kvqual.campaign.INSTALL", "identity.json")
     result = audited(build_run(tmp_path, installed=True))
     assert any(it.check == 7 and "found no install.json" in it.text for it in result.report.findings)
+
+
+def silent(record: dict[str, Any]) -> None:
+    record["devices"] = []
+
+
+def unsettled(record: dict[str, Any]) -> None:
+    record["devices"][0]["settings"] = {"power_limit": None}
+
+
+def undriven(record: dict[str, Any]) -> None:
+    record["driver"] = None
+
+
+def moved(record: dict[str, Any]) -> None:
+    record["devices"][0]["uuid"] = "GPU-1"
+
+
+def warmed(record: dict[str, Any]) -> None:
+    record["devices"][0]["state"] = {"temperature": "80 C"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (silent, "no one device"),
+        (unsettled, "no settings of the device"),
+        (undriven, "no one device"),
+        (moved, "another device or setting than that of candidate"),
+        (warmed, ""),
+    ],
+)
+def test_the_device_of_a_gpu_study_is_looked_at_again(
+    whole: FullRun, damage: Callable[[dict[str, Any]], None], word: str
+) -> None:
+    """A PASS of identity needs both arms' device, the same one in the same setting; the state of the moment is free."""
+    frozen: Any = SimpleNamespace(study={"platform": "gpu"})
+    documents = {
+        arm: json.loads((whole.attempt(arm) / "identity.json").read_text()) for arm in (CANDIDATE, CONTROLS[0])
+    }
+    damage(documents[CONTROLS[0]]["ranks"][0]["device"])
+    receipt: Any = SimpleNamespace(
+        name="r", outcome="PASS", scope=SimpleNamespace(arm=CANDIDATE), poison=(), figure="", findings=()
+    )
+    for platform in ("gpu", "cpu"):
+        report = Report()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(observed, "_identity_breaks", lambda frozen, arm, document: "")
+            frozen.study["platform"] = platform
+            observed.identity(receipt, frozen, documents[CANDIDATE], documents[CONTROLS[0]], None, CONTROLS[0], report)
+        found = [it.text for it in report.findings]
+        assert [word in line for line in found] == ([True] if word and platform == "gpu" else [])
 
 
 def test_another_checkout_than_was_verified_is_found(whole: FullRun) -> None:

@@ -99,6 +99,9 @@ def test_the_engines_view_of_the_pool_is_the_declared_page(glue: Any) -> None:
         ({"has_sink": True}, "attention sinks not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),
         ({"capability": (7, 5)}, "compute capability not supported"),
+        ({"head_size": 256}, None),
+        ({"capability": (8, 9)}, None),
+        ({"head_size": 192, "capability": (8, 9)}, "heads of more than 128 need a device with 160 KiB"),
     ],
 )
 def test_what_the_engine_is_told_it_can_ask_for(glue: Any, change: dict[str, Any], reason: str | None) -> None:

@@ -90,6 +90,7 @@ def test_a_format_is_listed(run: Runner, form: str) -> None:
         (["--study", "smollm2-cpu"], "-m gpu: found the study 'smollm2-cpu' of platform cpu"),
         (["--study", "none"], "found no study 'none'"),
         (["--study", " "], "--study: found an empty text"),
+        (["--install", "."], "--install: cannot read"),
     ],
 )
 def test_a_listing_refuses_what_does_not_fit(run: Runner, args: list[str], text: str) -> None:

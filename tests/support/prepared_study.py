@@ -79,6 +79,7 @@ class SmallModel:
             "num_key_value_heads": 2,
             "head_dim": 8,
             "vocab_size": VOCABULARY,
+            "quantization_config": {"quant_method": "awq", "bits": 4},
             **changes,
         }
         (self.folder / "config.json").write_text(json.dumps(config))

@@ -250,6 +250,12 @@ def padding() -> None:
     assert bool(output[:2].any())
     assert not bool(output[2:].any())
     backend.write(step.query[:0, :3], step.query[:0, :3], step.cache, torch.empty(0, dtype=torch.int64))
+    # And a step of nothing but padding.
+    output.fill_(7.0)
+    backend.attend(
+        step.query, step.cache, step.table[:0], step.lengths[:0], step.starts[:1], scale=step.scale, output=output
+    )
+    assert not bool(output.any())
 
 
 def refused(call: str) -> str:
@@ -259,12 +265,29 @@ def refused(call: str) -> str:
     step = PagedStep(SMALL, [(12, 1)])
     backend = _backend("k16v8")
     key = step.query[:, :3]
+
+    def attend(**changes: torch.Tensor) -> object:
+        whole = {
+            "query": step.query,
+            "cache": step.cache,
+            "block_table": step.table,
+            "seq_lens": step.lengths,
+            "query_start_loc": step.starts,
+            "output": torch.zeros_like(step.query),
+        }
+        return backend.attend(**{**whole, **changes}, scale=1.0)
+
     calls: dict[str, Callable[[], object]] = {
         "cells": lambda: backend.write(key, key, step.cache[..., :32], torch.tensor([3])),
         "strided": lambda: step.run(backend, output=torch.empty(1, 16, 6).bfloat16().transpose(1, 2)),
         "rows": lambda: backend.write(key, key, step.cache, torch.tensor([3, 4])),
         "type": lambda: backend.write(key.float(), key.float(), step.cache, torch.tensor([3])),
         "workspace": lambda: step.run(backend, workspace=module.Workspace.make(1, 2, 16, 10, "cpu")),
+        "kv-heads": lambda: backend.write(step.query, step.query, step.cache, torch.tensor([3])),
+        "heads": lambda: attend(query=torch.zeros(1, 7, 16).bfloat16(), output=torch.zeros(1, 7, 16).bfloat16()),
+        "output": lambda: attend(query=torch.zeros(3, 6, 16).bfloat16()),
+        "lengths": lambda: attend(seq_lens=step.lengths[:0]),
+        "starts": lambda: attend(query_start_loc=step.starts[:1]),
         "positions": lambda: backend.attend(
             step.query.repeat(3, 1, 1),
             step.cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -266,3 +267,20 @@ def test_torchs_cuda_is_read_without_importing_it(tmp_path: Path, monkeypatch: p
     ):
         (tmp_path / "version.py").write_text(text, encoding="utf-8")
         assert gpu_host.torch_cuda() == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [(None, {"GPU 0"}), ("0", {"GPU 0"}), ("1", {"GPU 1"}), ("GPU-other", {"GPU 1"}), ("", set()), ("7,0", set())],
+)
+def test_only_the_devices_that_an_arm_gets_are_looked_at(chosen: str | None, expected: set[str], host: Path) -> None:
+    """Another device of the host may be busy: its programs are somebody else's, and nothing is to be ended."""
+    record = _healthy()
+    busy = copy.deepcopy(record["devices"][0])
+    busy |= {"index": 1, "uuid": "GPU-other"}
+    busy["state"] |= {"processes": 3, "memory_used_bytes": 60 << 30}
+    record["devices"].append(busy)
+    found = _look(_gpu_study(), record, chosen=chosen)
+    assert {name for name in found if name in ("GPU 0", "GPU 1")} == expected
+    assert ("GPU 1 use" in found) is ("GPU 1" in expected)
+    assert ("device" in found) is (not expected)

@@ -1,8 +1,8 @@
 """The gates identity and dispatch: what was observed of each arm, held again against the study (check 12).
 
-Both are chained: what they observed was observed inside the engine. Of identity this looks at weights, scales, layers
-and sockets; of dispatch at backends, cache dtypes and kernels. The cache's layout in memory and the digests of the
-installed files are not looked at again.
+Both are chained: what they observed was observed inside the engine. Of identity this looks at weights, scales, layers,
+sockets, and, in a study of platform ``gpu``, the device; of dispatch at backends, cache dtypes and kernels. The cache's
+layout in memory and the digests of the installed files are not looked at again.
 """
 
 from __future__ import annotations
@@ -32,16 +32,36 @@ def identity(
         entry = table(value, "identity-poison")
         fault = text(entry, "fault", "identity-poison")
         faults[fault] = _identity_breaks(frozen, receipt.scope.arm, entry.get("identity"))
-    _hold(
-        receipt,
-        "identity.json",
-        {
-            receipt.scope.arm: "" if own is None else _identity_breaks(frozen, receipt.scope.arm, own),
-            f"control {null_arm}": "" if null is None else _identity_breaks(frozen, null_arm, null),
-        },
-        faults,
-        report,
-    )
+    healthy = {
+        receipt.scope.arm: "" if own is None else _identity_breaks(frozen, receipt.scope.arm, own),
+        f"control {null_arm}": "" if null is None else _identity_breaks(frozen, null_arm, null),
+    }
+    if frozen.study.get("platform") == "gpu":
+        seen = [None if document is None else _devices(document) for document in (own, null)]
+        for (whose, line), devices in zip(healthy.items(), seen, strict=True):
+            if isinstance(devices, str):
+                healthy[whose] = line or devices
+        if all(isinstance(devices, list) for devices in seen) and seen[0] != seen[1]:
+            whose = f"control {null_arm}"
+            healthy[whose] = healthy[whose] or f"another device or setting than that of {receipt.scope.arm}"
+    _hold(receipt, "identity.json", healthy, faults, report)
+
+
+def _devices(document: object) -> list[object] | str:
+    """What each rank ran on, without the state of the moment; what is missing, where a rank does not say."""
+    found: list[object] = []
+    for place, value in enumerate(items(table(document, "identity"), "ranks", "identity")):
+        record = table(table(value, f"ranks[{place}]").get("device"), f"ranks[{place}].device")
+        listed = record.get("devices")
+        device = listed[0] if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], dict) else {}
+        settings = device.get("settings")
+        if not all(isinstance(it, str) and it for it in (device.get("uuid"), device.get("name"), record.get("driver"))):
+            return f"ranks[{place}]: no one device with its name, UUID and driver"
+        if not isinstance(settings, dict) or all(it is None for it in settings.values()):
+            return f"ranks[{place}]: no settings of the device"
+        sizes = (device.get("memory_bytes"), device.get("compute_capability"))
+        found.append([device["uuid"], device["name"], record["driver"], record.get("cuda"), *sizes, settings])
+    return found
 
 
 def _identity_breaks(frozen: Frozen, arm: str, value: object) -> str:

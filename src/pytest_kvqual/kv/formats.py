@@ -313,8 +313,7 @@ class K16V8:
 
     def encode(self, key: torch.Tensor, value: torch.Tensor, v_scale: float) -> Cells:
         _same(key, value, self.dtype, self.name)
-        divisor = _scale(v_scale)
-        return Cells(k=_bytes(key), v=encode_e4m3(value.float() / divisor))
+        return Cells(k=_bytes(key), v=encode_e4m3(_quotient(value.float(), _scale(v_scale))))
 
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         value = _meant(e4m3_values(), cells.v) * _scale(v_scale)
@@ -439,7 +438,7 @@ def _per_head(scale: float, factors: tuple[float, ...], heads: int) -> torch.Ten
 def _inline(values: torch.Tensor) -> torch.Tensor:
     finite = torch.where(torch.isfinite(values), values.abs(), 0.0)
     peak = finite.amax(dim=-1, keepdim=True)
-    scale = torch.where(peak > 0, peak / E4M3_MAX, 1.0)
+    scale = torch.where(peak > 0, _quotient(peak, E4M3_MAX), 1.0)
     return torch.cat([encode_e4m3(values / scale), scale.view(torch.uint8)], dim=-1)
 
 
@@ -593,7 +592,7 @@ class CpuAttn8:
         if self.toward_zero:
             scaled = values.float() * (1 / divisor)
             return encode_e4m3_toward_zero(scaled) if self.kind == "e4m3" else encode_e5m2_toward_zero(scaled)
-        quotient = values.float() / divisor
+        quotient = _quotient(values.float(), float(divisor))
         return encode_e4m3(quotient) if self.kind == "e4m3" else encode_e5m2(quotient)
 
     def decode(self, cells: Cells, v_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -967,6 +966,15 @@ def _scale(v_scale: float) -> float:
     if not (math.isfinite(scale) and scale > 0):
         raise FormatError(f"found v_scale {v_scale!r}, expected a positive finite float32")
     return scale
+
+
+def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The correctly rounded float32 ``values / divisor``, wherever ``values`` lie.
+
+    On a GPU torch multiplies by the reciprocal where the divisor is a number of the host, and a quotient in the middle
+    of two bytes then goes to the other one.
+    """
+    return values / torch.full((), divisor, dtype=torch.float32, device=values.device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

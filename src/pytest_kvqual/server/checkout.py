@@ -20,12 +20,14 @@ study declares it.
 
 A tree is the declared one when its commit is, when git finds nothing changed and no untracked file in it, when the
 digest over its tracked files is, and when what can be imported of its ignored files is exactly ``built``. The digest is
-over contents, read anew each time: git's own view of what changed goes by the times of files.
+over contents, read anew each time: git's own view of what changed goes by the times of files. What git ignores is
+looked for on the disk: git neither enters a repository inside the tree nor follows a link to a folder.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -62,8 +64,9 @@ _COMMIT = r"[0-9a-f]{40}"
 _LIMIT_S: Final = 300.0
 _SUBMODULE: Final = "160000"
 _LINK: Final = "120000"
-#: What Python imports from a folder of the import path.
-_CODE: Final = (".py", ".so")
+#: What Python imports from a folder of the import path; byte code too, where it lies beside no source.
+_CODE: Final = (".py", ".so", ".pyc")
+_CACHE: Final = "__pycache__"
 _SHOWN: Final = 3
 
 
@@ -98,8 +101,9 @@ class Install:
 class Found:
     """What a checkout is: its commit, the digest over its tracked files, and the SHA-256 of each importable file.
 
-    ``files`` is the number of tracked files, those of submodules too. ``modules`` maps the path of each file that
-    Python can import, tracked or ``built``, to its digest.
+    ``files`` is the number of tracked files, those of submodules too. ``built`` has links to folders beside importable
+    files. ``modules`` maps the path of each file that Python can import, tracked or ``built``, to its digest; a tracked
+    link is none, since what is imported is the file that it leads to.
     """
 
     name: str
@@ -171,6 +175,8 @@ def _arm(table: Table, directory: Path) -> InstalledArm:
             path = _absolute(inner.string("path"), directory)
             if not path.is_dir():
                 inner.fail("path", f"no folder {path}", f"the checkout of {name}")
+            if os.pathsep in str(path):
+                inner.fail("path", str(path), f"a path without '{os.pathsep}', which parts the folders of PYTHONPATH")
             checkouts.append(
                 Checkout(
                     name=name,
@@ -185,7 +191,8 @@ def _arm(table: Table, directory: Path) -> InstalledArm:
 
 def _absolute(name: str, directory: Path) -> Path:
     # Not resolved: an environment's interpreter is a link, and is the environment's by its own path.
-    return Path(os.path.normpath(directory / Path(name).expanduser()))
+    # Path.expanduser raises where nobody has that name.
+    return Path(os.path.normpath(directory / os.path.expanduser(name)))  # noqa: PTH111
 
 
 def apply(study: Study, install: Install | None) -> Study:
@@ -248,7 +255,7 @@ def describe(path: Path, name: str, *, what: str | None = None, commit: str | No
     what = what or str(path)
     if not path.is_dir():
         raise InstallError(f"{what}: found no folder, expected a checkout of {name}")
-    root = _git(path, what, "rev-parse", "--show-toplevel").rstrip("\n")
+    root = _git(path, what, "rev-parse", "--show-toplevel").removesuffix("\n")
     if Path(root).resolve() != path.resolve():
         raise InstallError(
             f"{what}: found a folder of the repository {root}, expected the root of a checkout of {name}"
@@ -257,36 +264,39 @@ def describe(path: Path, name: str, *, what: str | None = None, commit: str | No
     if commit is not None and head != commit:
         raise InstallError(f"{what}: found commit {head}, expected {commit}", advice="check out the declared commit")
     files: dict[str, str] = {}
-    built: dict[str, str] = {}
-    _walk(path, "", what, files, built)
-    modules = {name: digest for name, digest in {**files, **built}.items() if name.endswith(_CODE)}
+    links: set[str] = set()
+    _walk(path, "", what, files, links)
+    built = _built(path, what, files)
+    modules = {
+        name: digest for name, digest in {**files, **built}.items() if name.endswith(_CODE) and name not in links
+    }
     return Found(
         name=name, path=path, commit=head, tree=tree_digest(files), files=len(files), built=built, modules=modules
     )
 
 
-def _walk(root: Path, prefix: str, what: str, files: dict[str, str], built: dict[str, str]) -> None:
-    """The digests of a repository's tracked files and of its importable ignored ones; of its submodules too.
+def _walk(root: Path, prefix: str, what: str, files: dict[str, str], links: set[str]) -> None:
+    """The digests of a repository's tracked files, those of its submodules too, and which of them are links.
 
     Raises:
         InstallError: Something in it is changed, staged or untracked.
     """
     # Submodules are walked on their own, with their untracked files.
-    status = _git(root, what, "status", "--porcelain=v1", "-z", "--untracked-files=all", "--ignore-submodules=all")
-    dirty = [prefix + entry[3:] for entry in status.split("\0") if len(entry) > 3]
+    status = _git(
+        root, what, "status", "--porcelain=v1", "-z", "--no-renames", "--untracked-files=all", "--ignore-submodules=all"
+    )
+    dirty = [prefix + entry[3:] for entry in status.split("\0") if entry]
     if dirty:
         more = f", and {len(dirty) - _SHOWN} more" if len(dirty) > _SHOWN else ""
         raise InstallError(
             one_line(f"{what}: found changed or untracked files: {', '.join(dirty[:_SHOWN])}{more}; expected none"),
             advice="commit, stash or remove them, and declare the commit",
         )
-    tracked: set[str] = set()
     for entry in _git(root, what, "ls-files", "--stage", "-z").split("\0"):
         if not entry:
             continue
         head, _, name = entry.partition("\t")
         mode, blob, _ = head.split(" ")
-        tracked.add(name.partition("/")[0])
         if mode == _SUBMODULE:
             inner = _git(root / name, what, "rev-parse", "--verify", "HEAD^{commit}").strip()
             if inner != blob:
@@ -294,15 +304,55 @@ def _walk(root: Path, prefix: str, what: str, files: dict[str, str], built: dict
                     f"{what}: {prefix}{name}: found the submodule at {inner}, expected {blob}, as the commit has it",
                     advice="git submodule update --init --recursive",
                 )
-            _walk(root / name, f"{prefix}{name}/", what, files, built)
+            _walk(root / name, f"{prefix}{name}/", what, files, links)
         else:
             files[prefix + name] = _digest(root / name, what, link=mode == _LINK)
-    ignored = _git(root, what, "ls-files", "--others", "--ignored", "--exclude-standard", "-z")
-    for name in ignored.split("\0"):
+            if mode == _LINK:
+                links.add(prefix + name)
+
+
+def _built(root: Path, what: str, files: Mapping[str, str]) -> dict[str, str]:
+    """The digests of what can be imported and is not tracked: files, and links to folders.
+
+    Raises:
+        InstallError: A cache has byte code that is run whatever its source says.
+    """
+    found: dict[str, str] = {}
+    tracked = {name.partition("/")[0] for name in files}
+    for place, folders, names in os.walk(root):
+        inside = Path(place)
+        prefix = "" if inside == root else f"{inside.relative_to(root).as_posix()}/"
+        if inside.name == _CACHE:
+            _refuse_unchecked(inside, names, what, prefix)
+            folders.clear()
+            continue
+        for name in folders:
+            if (inside / name).is_symlink() and prefix + name not in files and (prefix or name in tracked):
+                found[prefix + name] = _digest(inside / name, what, link=True)
         # An ignored folder at the root, as of an environment or a build, is no part of a package that is tracked; what
         # is imported from there anyway is traced to no file, and the gate identity names it.
-        if name.endswith(_CODE) and ("/" not in name or name.partition("/")[0] in tracked):
-            built[prefix + name] = _digest(root / name, what, link=False)
+        folders[:] = [name for name in folders if name != ".git" and (prefix or name in tracked or name == _CACHE)]
+        for name in names:
+            if name.endswith(_CODE) and prefix + name not in files:
+                found[prefix + name] = _digest(inside / name, what, link=False)
+    return found
+
+
+def _refuse_unchecked(cache: Path, names: list[str], what: str, prefix: str) -> None:
+    for name in names:
+        if not name.endswith(".pyc"):
+            continue
+        try:
+            with (cache / name).open("rb") as file:
+                head = file.read(8)
+        except OSError as error:
+            raise InstallError(f"{what}: cannot read {cache / name}: {error.strerror or error}") from None
+        # PEP 552: bit 0, that the hash of the source stands there; bit 1, that it is compared with the source.
+        if len(head) == 8 and int.from_bytes(head[4:], "little") & 3 == 1:
+            raise InstallError(
+                one_line(f"{what}: {prefix}{name}: found byte code that is run without a look at its source"),
+                advice=f"remove the folders {_CACHE} of the checkout",
+            )
 
 
 def _digest(path: Path, what: str, *, link: bool) -> str:
@@ -337,15 +387,19 @@ def checkout_lines(path: Path, name: str, arm: str) -> tuple[str, ...]:
     """
     found = describe(path.absolute(), name)
     lines = [
-        f"[arms.{arm}.checkouts.{name}]",
+        f"[arms.{_key(arm)}.checkouts.{name}]",
         f"path = {_quoted(str(found.path))}",
         f'commit = "{found.commit}"',
         f'tree = "{found.tree}"',
     ]
     if found.built:
-        lines += [f"[arms.{arm}.checkouts.{name}.built]"]
+        lines += [f"[arms.{_key(arm)}.checkouts.{name}.built]"]
         lines += [f'{_quoted(file)} = "{digest}"' for file, digest in sorted(found.built.items())]
     return tuple(lines)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
 
 
 def _quoted(text: str) -> str:

@@ -22,7 +22,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 # Variables of these names steer the engine, its threads or its interpreter. None is inherited: an arm runs under what
 # its study declares, not under what the caller's shell happened to hold.
 _NOT_INHERITED = (
-    "VLLM_", "OMP_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "PYTHON", "LD_PRELOAD", "KVQUAL_", "FLASHINFER_", "TRITON_",
+    "VLLM_", "OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH", "PYTORCH_", "PYTHON", "LD_PRELOAD",
+    "KVQUAL_", "FLASHINFER_", "TRITON_", "CUBLAS", "CUDNN_", "NCCL_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
 )  # fmt: skip
 
 

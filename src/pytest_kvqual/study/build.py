@@ -439,14 +439,19 @@ def round_up(value: float, bits: int) -> float:
 def v_scale(largest: Sequence[float]) -> list[float]:
     """The V scale of each layer from its largest |V|: with headroom, over the largest E4M3, rounded up.
 
+    No two layers have the same scale, and none has 1.0: a scale of another layer, or none, could then not be told from
+    the right one. A bfloat16 has 128 values in an octave, so two of some forty layers often share their largest |V|;
+    the later one's scale is then the next that is free.
+
     Raises:
-        StudyError: A value is not positive and finite, or two layers have the same scale, or one has 1.0: a scale of
-            another layer, or none, could then not be told from the right one.
+        StudyError: A value is not positive and finite.
     """
+    scales: list[float] = []
     for layer, value in enumerate(largest):
         if not (0 < value < math.inf):
             raise StudyError(f"layer {layer}: found a largest |V| of {value!r}, expected a positive finite number")
-    scales = [round_up(value * HEADROOM / E4M3_MAX, SCALE_BITS) for value in largest]
-    if len({1.0, *scales}) != len(scales) + 1:
-        raise StudyError(f"found the V scales {scales}, expected each another one, and none of them 1.0")
+        scale = round_up(value * HEADROOM / E4M3_MAX, SCALE_BITS)
+        while scale in (1.0, *scales):
+            scale = round_up(math.nextafter(scale, math.inf), SCALE_BITS)
+        scales.append(scale)
     return scales

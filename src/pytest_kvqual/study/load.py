@@ -139,7 +139,7 @@ def find_study(name_or_path: str) -> Path:
     named = studies_folder() / name_or_path / STUDY_FILE
     if bare and named.is_file():
         return named
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # noqa: PTH111 (as in _absolute)
     if path.is_dir():
         path /= STUDY_FILE
     if not path.is_file():
@@ -480,7 +480,7 @@ def _arm(top: Table, table: Table, name: str, directory: _Folder) -> Arm:
         name=name,
         role=cast(Role, table.choice("role", ("candidate", "control"))),
         attention_backend=table.string("attention_backend"),
-        kv_format=table.string("kv_format"),
+        kv_format=table.string("kv_format", pattern=_NAME, form=_NAME_FORM),
         interpreter=_interpreter(table, directory.path),
         pythonpath=_pythonpath(table, directory.path),
         flags=table.strings("flags", ()),
@@ -520,7 +520,8 @@ def _pythonpath(table: Table, directory: Path) -> tuple[Path, ...]:
 
 
 def _absolute(name: str, directory: Path) -> Path:
-    return Path(os.path.normpath(directory / Path(name).expanduser()))
+    # Path.expanduser raises where nobody has that name.
+    return Path(os.path.normpath(directory / os.path.expanduser(name)))  # noqa: PTH111
 
 
 def _file(table: Table, key: str, name: str, directory: _Folder, what: str) -> Path:

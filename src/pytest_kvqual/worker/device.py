@@ -22,6 +22,7 @@ Only the standard library is imported here, so that ``kvqual doctor`` can use it
 from __future__ import annotations
 
 import importlib
+import math
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -207,7 +208,7 @@ def _parse_device(index: int, gpu: ElementTree.Element) -> dict[str, object]:
     volatile = gpu.find("ecc_errors/volatile")
     major = _word(gpu, "cuda_compute_capability") or _word(gpu, "compute_cap")
     return {
-        "index": int(_word(gpu, "minor_number") or index),
+        "index": index if (minor := _whole(gpu, "minor_number")) is None else minor,
         "uuid": _word(gpu, "uuid") or "",
         "name": _word(gpu, "product_name") or "",
         "memory_bytes": _bytes(gpu, "fb_memory_usage/total"),
@@ -251,9 +252,11 @@ def _number(element: ElementTree.Element, *paths: str) -> float | None:
         word = _word(element, path)
         if word is not None:
             try:
-                return float(word.split()[0])
+                number = float(word.split()[0])
             except ValueError:
                 continue
+            if math.isfinite(number):
+                return number
     return None
 
 

@@ -265,15 +265,33 @@ def distribution_record(name: str) -> tuple[dict[str, object], set[str]]:
     return record, modules
 
 
-def checkout_records(file: Path) -> tuple[list[dict[str, object]], dict[str, set[str]]]:
+#: On a GPU these packages bring kernels of an arm: each with the distribution that has it.
+KERNELS: Mapping[str, str] = {"triton": "triton", "flashinfer": "flashinfer-python"}
+
+
+def loaded_kernels() -> dict[str, str]:
+    """The packages of :data:`KERNELS` that this process has imported and that are installed, with the distribution."""
+    found = {}
+    for package, distribution in KERNELS.items():
+        if package in sys.modules:
+            try:
+                importlib.metadata.distribution(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                # A checkout's, or nobody's: what was imported is traced all the same.
+                continue
+            found[package] = distribution
+    return found
+
+
+def checkout_records(file: Path) -> tuple[list[dict[str, object]], dict[str, set[str]], tuple[Path, ...]]:
     """Re-hashes every importable file of an arm's checkouts against the digests taken before the boot.
 
     Args:
         file: ``install.json`` of the attempt.
 
     Returns:
-        A record for each checkout, as :func:`distribution_record` gives one for a distribution, and the real paths of
-        its modules by its name, which is that of the package in it.
+        A record for each checkout, as :func:`distribution_record` gives one for a distribution; the real paths of its
+        modules by its name, which is that of the package in it; and the roots of all.
 
     Raises:
         WorkerError: The file cannot be read, or holds something else.
@@ -306,7 +324,7 @@ def checkout_records(file: Path) -> tuple[list[dict[str, object]], dict[str, set
                 "editable": True,
             }
         )
-    return records, modules
+    return records, modules, tuple(root for _, _, root, _ in work)
 
 
 def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, object]:
@@ -328,18 +346,41 @@ def trace_modules(packages: Iterable[str], recorded: set[str]) -> dict[str, obje
 
 
 def trace_with_checkouts(
-    packages: Iterable[str], recorded: set[str], checkouts: Mapping[str, set[str]]
+    packages: Iterable[str], recorded: set[str], checkouts: Mapping[str, set[str]], roots: Iterable[Path] = ()
 ) -> dict[str, object]:
     """As :func:`trace_modules`; a package that a checkout brings is traced to that checkout alone.
 
-    The interpreter may have the package installed too, and what is imported must not be that one.
+    The interpreter may have the package installed too, and what is imported must not be that one. The other way round,
+    a checkout stands first on the import path: a module of any other package that comes from below one of ``roots``
+    must be one of its recorded files, or it is untraced. The interpreter's own environment may lie there.
     """
     parts = [trace_modules([name for name in packages if name not in checkouts], recorded)]
     parts += [trace_modules([name], files) for name, files in checkouts.items()]
+    known = recorded.union(*checkouts.values())
+    looked_at = {*packages, *checkouts}
+    strays = [
+        f"{name}: {path}"
+        for name, path in _files_below(roots)
+        if name.partition(".")[0] not in looked_at and str(Path(path).resolve()) not in known
+    ]
     return {
         "traced": sum(part["traced"] for part in parts),  # type: ignore[misc]  # a count
-        "untraced": [line for part in parts for line in part["untraced"]],  # type: ignore[attr-defined]  # a list
+        "untraced": [*(line for part in parts for line in part["untraced"]), *strays],  # type: ignore[attr-defined]
     }
+
+
+def _files_below(roots: Iterable[Path]) -> list[tuple[str, str]]:
+    """Name and file of each loaded module from below one of ``roots``, outside of the interpreter's environment."""
+    places = tuple(place for root in roots for place in {root, root.resolve()})
+    own = Path(sys.prefix)
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and not Path(path).is_relative_to(own):
+            below = any(Path(it).is_relative_to(place) for it in (path, Path(path).resolve()) for place in places)
+            if below:
+                found.append((name, path))
+    return found
 
 
 def cache_layout(name: str, cache: torch.Tensor) -> dict[str, object]:

@@ -320,17 +320,20 @@ class ServingWorker(_base_worker()):  # type: ignore[misc]  # the base depends o
             record["settings"] = settings.effective(self.vllm_config)
         if "distributions" in parts:
             records, recorded = [], set()
-            for name in (self.kvqual_config.distribution, *_DISTRIBUTIONS):
+            on_gpu = next(iter(self._kvqual_caches.values())).device.type == "cuda"
+            kernels = identity.loaded_kernels() if on_gpu else {}
+            for name in (self.kvqual_config.distribution, *_DISTRIBUTIONS, *kernels.values()):
                 distribution, modules = identity.distribution_record(name)
                 records.append(distribution)
                 recorded |= modules
             checkouts: dict[str, set[str]] = {}
+            roots: tuple[Any, ...] = ()
             if self.kvqual_config.checkouts is not None:
-                brought, checkouts = identity.checkout_records(self.kvqual_config.checkouts)
+                brought, checkouts, roots = identity.checkout_records(self.kvqual_config.checkouts)
                 records += brought
             record["distributions"] = records
-            packages = ("vllm", "torch", "transformers")
-            record["modules"] = identity.trace_with_checkouts(packages, recorded, checkouts)
+            packages = ("vllm", "torch", "transformers", *(identity.KERNELS if on_gpu else ()))
+            record["modules"] = identity.trace_with_checkouts(packages, recorded, checkouts, roots)
         return record
 
     def _identity_layers(self, layers: dict[str, Any]) -> dict[str, object]:

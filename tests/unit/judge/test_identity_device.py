@@ -63,12 +63,22 @@ def _no_settings(record: dict[str, Any]) -> None:
     record["devices"][0]["settings"] = {}
 
 
+def _silent_settings(record: dict[str, Any]) -> None:
+    record["devices"][0]["settings"] = dict.fromkeys(device.SETTINGS)
+
+
+def _no_driver(record: dict[str, Any]) -> None:
+    record["driver"] = None
+
+
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
         (_no_device, "found 0 devices, expected one: no driver answers"),
         (_unnamed, "found the device's uuid '', expected a word"),
         (_no_settings, "found no settings of the device"),
+        (_silent_settings, "found no settings of the device"),
+        (_no_driver, "found the driver None, expected its version"),
     ],
 )
 def test_a_device_that_is_not_told_is_a_gap(damage: Any, word: str, make: Any) -> None:

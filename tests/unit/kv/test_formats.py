@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_kvqual.errors import FormatError, StudyError
 from pytest_kvqual.kv import formats
@@ -254,3 +256,38 @@ def test_observed_bytes_refuse_a_write_that_does_nothing() -> None:
     like = torch.zeros(4, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
     with pytest.raises(FormatError, match="expected more than 0"):
         formats.observe_bytes(lambda *_: None, like=like, head_size=SIZE)
+
+
+class _Divisors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is divided by: a tensor beside what is divided, or a number of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.beside: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::div"):
+            self.beside.append(isinstance(args[1], torch.Tensor) and args[1].device == args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["k16v8", "k8v8-inline"])
+def test_v_is_divided_by_a_tensor_that_lies_beside_it(name: str) -> None:
+    """A device multiplies by the reciprocal of a number of the host; the middle of two bytes then goes elsewhere."""
+    fmt = formats.declared(name, dtype=torch.float16)
+    row = torch.empty(3, 2, 8, dtype=torch.float16, device="meta")
+    with _Divisors() as seen:
+        fmt.encode(row, row, 0.02)
+    assert seen.beside
+    assert all(seen.beside)
+
+
+def test_a_reciprocal_would_give_other_bytes() -> None:
+    """With scales of few bits, some float16 over the scale lies in the middle of two bytes: only a quotient ties."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    every = every[every.isfinite()]
+    differ = 0
+    for significand in range(2049, 4096, 2**5):
+        scale = torch.tensor((significand - 1) * 2.0**-17)
+        differ += int((formats.encode_e4m3(every / scale) != formats.encode_e4m3(every * (1 / scale))).sum())
+    assert differ > 0

@@ -95,6 +95,11 @@ def test_padding_comes_back_as_zero(interpreted: Run) -> None:
         ("type", "FormatError: found a cache of torch.uint8"),
         ("workspace", "FormatError: found a workspace of (1, 2, 1, 16)"),
         ("positions", "FormatError: found a request with more query rows than positions"),
+        ("kv-heads", "FormatError: found a key of 6 heads, expected the 3 of the cache"),
+        ("heads", "FormatError: found 7 query heads over 3"),
+        ("output", "FormatError: found 6 query heads over 3, 1 rows of output for 3"),
+        ("lengths", "FormatError: found 6 query heads over 3, 1 rows of output for 1, 0 lengths"),
+        ("starts", "FormatError: found 6 query heads over 3, 1 rows of output for 1, 1 lengths and 1 starts"),
     ],
 )
 def test_what_does_not_fit_is_refused(interpreted: Run, call: str, message: str) -> None:

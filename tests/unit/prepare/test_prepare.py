@@ -176,6 +176,62 @@ def test_another_model_is_refused(world: SimpleNamespace, changes: dict[str, obj
     assert not (Path(world.study) / "awq").exists()
 
 
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("awq", {"quantization_config": None}, "found no quantisation, expected awq_marlin, as the flags of"),
+        ("bf16", {}, "found the quantisation awq, expected none, as the flags of"),
+        ("awq", {"quantization_config": {"quant_method": "gptq"}}, "found the quantisation gptq, expected awq_marlin"),
+        ("awq", {"quantization_config": 3}, "expected a table"),
+    ],
+)
+def test_weights_of_another_format_are_refused(
+    world: SimpleNamespace, form: str, changes: dict[str, object], message: str
+) -> None:
+    """The formats of a model have one geometry: packed weights under a format without, and the reverse, are named."""
+    world.model.write(**changes)
+    with pytest.raises(ModelError, match=message):
+        lines(world, format=form)
+    assert not (Path(world.study) / form).exists()
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("{format}/panels/nll-768.json", "study.toml"),
+        ("{format}/panels/nll-768.json", "shots/gsm8k.json"),
+        ("{format}/panels/nll-768.json", "{format}/panels/parity.json"),
+        ("{format}/panels/timing-512.json", "{format}/traces/512-open.jsonl"),
+        ('files = "{format}/model.json"', 'files = "lock-awq.json"'),
+    ],
+)
+def test_no_file_of_the_study_is_written_over_another(world: SimpleNamespace, was: str, now: str) -> None:
+    """A slip in a path costs nothing: what else is at that place is named, and nothing is written."""
+    path = Path(world.study) / "study.toml"
+    text = path.read_text().replace(was, now)
+    path.write_text(text)
+    with pytest.raises(StudyError, match="expected a place of its own"):
+        lines(world)
+    assert path.read_text() == text
+    assert not (Path(world.study) / "awq").exists()
+
+
+def test_a_tokenizer_without_a_chat_template_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package raises of a template is one line with the folder."""
+
+    def from_pretrained(*args: object, **options: object) -> object:
+        raise ValueError("tokenizer.chat_template is not set\nread on")
+
+    package = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setattr(module, "_package", lambda name: package)
+    tokenizer = module.Tokenizer(sha256="", plain=None, folder=tmp_path / "none")
+    with pytest.raises(
+        ModelError, match=r"found no chat template that can be used: tokenizer\.chat_template"
+    ) as caught:
+        tokenizer.chat("?")
+    assert "\n" not in caught.value.line()
+
+
 def test_a_folder_with_more_than_a_model_is_refused(world: SimpleNamespace, tmp_path: Path) -> None:
     """A folder inside the model's, a folder without weights, and no folder are each one line."""
     (world.model.folder / ".cache").mkdir()
@@ -241,23 +297,27 @@ def test_other_layers_than_the_models_are_refused(ranks: list[object]) -> None:
         largest_of(ranks, 2)
 
 
-@given(st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=8, unique=True))
+@given(st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=8))
 @example([448.0 / 1.5 * 2])
+@example([3.0, 3.0, 3.0])
 def test_a_scale_covers_what_was_seen(largest: list[float]) -> None:
-    """A scale is exact in float32, its range holds 1.5 times the largest |V|, and by little more than it needs."""
-    rounded = {
-        building.round_up(value * building.HEADROOM / building.E4M3_MAX, building.SCALE_BITS) for value in largest
-    }
-    if len({1.0, *rounded}) != len(largest) + 1:
-        # Two layers within a 2,048th of each other have one scale.
-        with pytest.raises(StudyError, match="expected each another one"):
-            building.v_scale(largest)
-        return
+    """A scale is exact in float32, its range holds 1.5 times the largest |V|, by little more, for its layer alone."""
     scales = building.v_scale(largest)
+    assert len({1.0, *scales}) == len(scales) + 1
     for value, scale in zip(largest, scales, strict=True):
         assert struct.unpack("<f", struct.pack("<f", scale))[0] == scale
         assert scale * building.E4M3_MAX >= value * building.HEADROOM
-        assert scale * building.E4M3_MAX <= value * building.HEADROOM * (1 + 2.0 ** (1 - building.SCALE_BITS)) * 1.0001
+        # One step of rounding, and one for each other scale that may be in the way.
+        steps = len(largest) + 1
+        most = value * building.HEADROOM * (1 + 2.0 ** (1 - building.SCALE_BITS)) ** steps
+        assert scale * building.E4M3_MAX <= most * 1.0001
+
+
+def test_layers_with_one_largest_v_have_scales_of_their_own() -> None:
+    """In bfloat16 two layers often have the same largest |V|: the later one's scale is the next one up."""
+    first, second, third = building.v_scale([2.5, 3.0, 2.5])
+    assert first < third < second
+    assert third / first < 1 + 2.0 ** (2 - building.SCALE_BITS)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

@@ -78,3 +78,26 @@ def test_what_time_runs_out_for_is_not_a_pass() -> None:
     assert not other.ok
     assert other.sections["broken"]["error"] == "ValueError: no such kernel"
     assert module.plain({"a": [float("inf"), 1.5]}) == {"a": ["inf", 1.5]}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--seconds", "nan"], ["--seconds", "0"], ["--output", "/no/such/file"], ["--cp"]]
+)
+def test_a_slip_in_the_arguments_costs_no_time_on_a_device(arguments: list[str]) -> None:
+    """What could only fail after the minutes of the check fails before them, with usage and status 2."""
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_what_was_timed_is_what_is_compared() -> None:
+    """A timed call that writes nothing, or something else, spoils the measurement: its own output is looked at."""
+    module = _module()
+    check = module.Check(torch.device("cpu"), module.Clock(60.0), tiny=True)
+    outputs = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    times = check.times({"a": lambda: outputs["a"].fill_(1.0), "b": lambda: None}, outputs)
+    assert {name: len(found) for name, found in times.items()} == {"a": 3, "b": 3}
+    assert outputs["a"].tolist() == [1.0, 1.0]
+    assert bool(outputs["b"].isnan().all())

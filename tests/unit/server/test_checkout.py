@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import py_compile
 import shutil
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,9 +103,44 @@ def hidden(repository: Repository) -> None:
     changed(repository)
 
 
+def exclude(repository: Repository, *patterns: str) -> None:
+    (repository.root / ".git/info/exclude").write_text("\n".join(patterns) + "\n")
+
+
+def link_to_a_folder(repository: Repository) -> None:
+    exclude(repository, "vllm/ext")
+    other = repository.root.parent / "elsewhere"
+    other.mkdir()
+    (other / "extra.py").write_text("")
+    (repository.root / "vllm/ext").symlink_to(other)
+
+
+def nested_repository(repository: Repository) -> None:
+    exclude(repository, "vllm/third/")
+    Repository(repository.root / "vllm/third", {"extra.py": ""}).write()
+
+
+def byte_code_alone(repository: Repository) -> None:
+    exclude(repository, "*.pyc")
+    repository.put("vllm/extra.pyc", "")
+
+
+def byte_code_unchecked(repository: Repository) -> None:
+    exclude(repository, "__pycache__/")
+    source = repository.root / "vllm/__init__.py"
+    py_compile.compile(str(source), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (link_to_a_folder, "vllm/ext: found [0-9a-f]{64}, expected no such file, of what a build left there"),
+        (nested_repository, r"vllm/third/extra\.py: found [0-9a-f]{64}, expected no such file"),
+        (byte_code_alone, r"vllm/extra\.pyc: found [0-9a-f]{64}, expected no such file"),
+        (
+            byte_code_unchecked,
+            r"__pycache__/__init__\.[a-z0-9-]+\.pyc: found byte code that is run without a look",
+        ),
         (changed, "found changed or untracked files: vllm/__init__.py; expected none"),
         (staged, "found changed or untracked files: vllm/__init__.py; expected none"),
         (untracked, "found changed or untracked files: sitecustomize.py; expected none"),
@@ -157,6 +194,30 @@ def test_a_repositorys_own_configuration_runs_nothing(repository: Repository, st
     assert not mark.exists()
 
 
+def test_ordinary_byte_code_is_no_change(repository: Repository, study: Study) -> None:
+    """A boot leaves byte code that is compared with its source: the next look finds the same tree."""
+    exclude(repository, "__pycache__/")
+    install = install_of(repository, study)
+    py_compile.compile(str(repository.root / "vllm/__init__.py"))
+    checkout.verify(install, "candidate")
+
+
+def test_a_tracked_link_is_no_module(repository: Repository) -> None:
+    """What is imported through a link is the file that it leads to: the link itself has no contents to hash again."""
+    (repository.root / "vllm/link.py").symlink_to("__init__.py")
+    repository.commit()
+    found = checkout.describe(repository.root, "vllm")
+    assert found.files == 3
+    assert found.modules.keys() == {"vllm/__init__.py", "vllm/_C.abi3.so"}
+
+
+@pytest.mark.parametrize("arm", ["v1.2", "candidate"])
+def test_the_printed_tables_can_be_read_for_any_name_of_an_arm(repository: Repository, arm: str) -> None:
+    """A name with a dot in it is one key of the tables, not two."""
+    text = "\n".join(checkout.checkout_lines(repository.root, "vllm", arm))
+    assert tomllib.loads(text)["arms"][arm]["checkouts"]["vllm"]["commit"] == repository.head()
+
+
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
@@ -199,6 +260,8 @@ def test_one_byte_changes_the_tree(
             "the checkout 'torch', expected one of vllm, flash",
         ),
         ('schema = 1\n[arms.candidate.checkouts.vllm]\npath = "none"\n', "no folder .*/none"),
+        ('schema = 1\n[arms.candidate.checkouts.vllm]\npath = "~no-such-user/x"\n', "no folder .*/~no-such-user/x"),
+        ('schema = 1\n[arms.candidate.checkouts.vllm]\npath = "a:b"\n', "expected a path without ':'"),
         ('schema = 1\n[arms.candidate.checkouts.vllm]\npath = "."\ncommit = "v1"\n', "a commit of 40 hexadecimal"),
         ("schema = 1\narms = 3\n", "expected a table"),
         ("schema = ", "found no TOML"),
@@ -206,6 +269,7 @@ def test_one_byte_changes_the_tree(
 )
 def test_a_malformed_install_is_one_line(tmp_path: Path, study: Study, text: str, message: str) -> None:
     """What is wrong with the file is named with its place."""
+    (tmp_path / "a:b").mkdir()
     (tmp_path / checkout.INSTALL_FILE).write_text(text)
     with pytest.raises(InstallError, match=message) as caught:
         checkout.read_install(tmp_path, study)

@@ -119,6 +119,19 @@ def test_the_shells_engine_settings_are_not_inherited(selection: Selection) -> N
     assert env["PYTHONPATH"].split(":")[0] == str(PACKAGE_ROOT)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_LOG_LEVEL", "CUDNN_LOGINFO_DBG", "NCCL_ALGO",
+        "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA",
+        "ATEN_CPU_CAPABILITY",
+    ],
+)  # fmt: skip
+def test_what_steers_the_kernels_is_not_inherited(selection: Selection, name: str) -> None:
+    """A library's variable in the shell changes what an arm computes or how long it takes, and no record would say."""
+    assert name not in make(selection, **{name: "1"})[1]
+
+
 def test_the_arms_environment_and_path_win(selection: Selection) -> None:
     """The arm's variables override the study's, and its import paths follow ours."""
     arm = replace(selection.arm, environment={"HF_HUB_OFFLINE": "0", "X": "1"}, pythonpath=(Path("/arm/code"),))

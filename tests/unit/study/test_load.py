@@ -94,6 +94,16 @@ def test_an_arms_own_code_and_interpreter_are_found_from_the_study(tiny_study: T
         ("schema = 1", "schema = 2", "in 'schema': found 2, expected 1"),
         ("schema = 1", "schema = true", "in 'schema': found true (a boolean), expected an integer"),
         ('name = "tiny"', 'name = "../tiny"', "in 'name': found \"../tiny\" (a string), expected a name of letters"),
+        (
+            'kv_format = "k16v8"',
+            'kv_format = "k16\\nv8"',
+            'kv_format\': found "k16\\nv8" (a string), expected a name of',
+        ),
+        (
+            'panel = "panels/parity.json"',
+            'panel = "~no-such-user/p"',
+            "/~no-such-user/p, expected the parity panel",
+        ),
         ("layers = 2", "layers = 0", "in 'model.layers': found 0 (an integer), expected an integer of at least 1"),
         ("kv_heads = 2", "kv_heads = 3", "in 'model.query_heads': found 4 query heads, expected a multiple of the 3"),
         ('"tokenizer.json" = "5', '"tokenizer.json" = "X', "in 'model.files.tokenizer.json'"),

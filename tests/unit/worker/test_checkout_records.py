@@ -41,11 +41,12 @@ def record(tmp_path: Path) -> Path:
 
 def test_an_unaltered_checkout_is_a_record_like_a_distributions(record: Path) -> None:
     """Each file has the digest that was taken before the boot."""
-    records, modules = identity.checkout_records(record)
+    records, modules, roots = identity.checkout_records(record)
     assert records == [
         {"name": "checkout kvq_pkg", "version": "c" * 40, "files": 1, "mismatched": [], "editable": True}
     ]
     assert modules == {"kvq_pkg": {str((record.parent / "checkout/kvq_pkg/__init__.py").resolve())}}
+    assert roots == (record.parent / "checkout",)
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
@@ -53,7 +54,7 @@ def test_an_altered_file_is_named(record: Path, damage: str) -> None:
     """A module that changed between the look at it and its import is told with both digests."""
     path = record.parent / "checkout/kvq_pkg/__init__.py"
     path.unlink() if damage == "gone" else path.write_text("x = 2\n")
-    records, _ = identity.checkout_records(record)
+    records, _, _ = identity.checkout_records(record)
     found = records[0]["mismatched"]
     assert isinstance(found, list)
     assert [line.startswith(f"{path}: found ") for line in found] == [True]
@@ -63,7 +64,7 @@ def test_a_package_of_a_checkout_is_traced_to_that_checkout_alone(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same package installed beside it does not count, even where its own record is whole."""
-    _, checkouts = identity.checkout_records(record)
+    _, checkouts, _ = identity.checkout_records(record)
     installed = tmp_path / "site" / "kvq_pkg" / "__init__.py"
     installed.parent.mkdir(parents=True)
     installed.write_text("")
@@ -77,6 +78,37 @@ def test_a_package_of_a_checkout_is_traced_to_that_checkout_alone(
         assert found["traced"] == traced
         assert found["untraced"] == ([] if traced else [f"kvq_pkg: {path}"])
     assert identity.trace_with_checkouts(("kvq_pkg",), recorded, {})["traced"] == 1
+
+
+def test_no_other_package_comes_from_a_checkout_unrecorded(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that git ignores shadows an installed package: it is untraced, by its own place and through a link."""
+    _, checkouts, roots = identity.checkout_records(record)
+    shadow, elsewhere = roots[0] / "kvq_other" / "__init__.py", tmp_path / "site" / "kvq_other" / "__init__.py"
+    for path in (shadow, elsewhere):
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    (roots[0] / "link").symlink_to(elsewhere.parent)
+    linked = roots[0] / "link" / "__init__.py"
+    for path, expected in ((shadow, True), (linked, True), (elsewhere, False)):
+        module = ModuleType("kvq_other")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, "kvq_other", module)
+        found = identity.trace_with_checkouts(("torch",), set(), checkouts, roots)["untraced"]
+        assert isinstance(found, list)
+        assert (f"kvq_other: {path}" in found) is expected
+    # A file of the checkout that its record has is traced: the candidate's own module at the root, say.
+    monkeypatch.setattr(module, "__file__", str(roots[0] / "kvq_pkg/__init__.py"))
+    found = identity.trace_with_checkouts(("torch",), set(), checkouts, roots)["untraced"]
+    assert not [line for line in found if line.startswith("kvq_")]  # type: ignore[attr-defined]
+
+
+def test_kernel_packages_are_found_where_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the packages that bring kernels those count that this process has imported and that are installed."""
+    monkeypatch.setattr(identity, "KERNELS", {"kvq_none": "kvq-none", "pytest": "pytest", "kvq_gone": "kvq-gone"})
+    monkeypatch.setitem(sys.modules, "kvq_gone", ModuleType("kvq_gone"))
+    assert identity.loaded_kernels() == {"pytest": "pytest"}
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"checkouts": [{}]}', "[]"])

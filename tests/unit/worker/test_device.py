@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +95,16 @@ def test_damaged_output_never_raises_anything_else(place: int, put: str) -> None
     except ValueError:
         return
     assert record["source"] == "nvidia-smi"
+
+
+@pytest.mark.parametrize("word", ["inf MHz", "nan MHz", "1e400 MHz", "x"])
+def test_a_number_that_is_none_is_not_told(word: str) -> None:
+    """What is no finite number stands as None, and no other error comes of it."""
+    text = re.sub(r"(<(?:sm_clock|minor_number)>)[^<]*", rf"\g<1>{word}", nvidia_smi.NEWER)
+    devices: Any = device.parse_smi(text)["devices"]
+    assert devices[0]["index"] == 0
+    assert devices[0]["state"]["sm_mhz"] is None
+    assert devices[0]["settings"]["sm_max_mhz"] is None
 
 
 def test_the_program_is_asked_for_what_its_document_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

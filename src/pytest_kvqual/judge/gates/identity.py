@@ -437,8 +437,11 @@ def _device(result: Objections, rank: Table, where: str) -> None:
     for key in ("uuid", "name"):
         if not isinstance(devices[0].get(key), str) or not devices[0][key]:
             result.gap(13, f"{where}: found the device's {key} {devices[0].get(key)!r}, expected a word")
-    if not isinstance(devices[0].get("settings"), Mapping) or not devices[0]["settings"]:
+    settings = devices[0].get("settings")
+    if not isinstance(settings, Mapping) or all(value is None for value in settings.values()):
         result.gap(13, f"{where}: found no settings of the device, expected what its driver tells")
+    if not isinstance(record.raw("driver"), str) or not record.raw("driver"):
+        result.gap(13, f"{where}: found the driver {record.raw('driver')!r}, expected its version")
 
 
 def _same_devices(result: Objections, candidate: object, null: object) -> None:

@@ -157,6 +157,10 @@ class Triton:
                 "[T, heads, head_size] with dense heads and a row for each slot, in a cache update"
             )
         keys, values = self._pages(cache, head_size, key.dtype)
+        if keys.shape[1] != key.shape[1]:
+            raise FormatError(
+                f"found a key of {key.shape[1]} heads, expected the {keys.shape[1]} of the cache, in a cache update"
+            )
         kernels.kvqual_write_cells[(-(-rows // TOKENS), key.shape[1])](
             key,
             value,
@@ -212,8 +216,8 @@ class Triton:
             ``output``.
 
         Raises:
-            FormatError: The cache's cells have not the format's size, the workspace is too small, or, where the tensors
-                are on a CPU, a request has more rows than positions.
+            FormatError: The cache's cells have not the format's size, the workspace is too small, the shapes do not fit
+                one another, or, where the tensors are on a CPU, a request has more rows than positions.
         """
         kernels = _on(query)
         rows, query_heads, head_size = query.shape
@@ -223,13 +227,25 @@ class Triton:
         result = output.view(output.shape[0], query_heads, head_size)
         if query.stride(2) != 1 or block_table.stride(1) != 1 or result.stride(2) != 1:
             raise FormatError("found query, output or block table with a strided last dimension, expected a dense one")
+        if (
+            query_heads % kv_heads
+            or result.shape[0] < rows
+            or seq_lens.shape[0] < requests
+            or query_start_loc.shape[0] <= requests
+        ):
+            raise FormatError(
+                f"found {query_heads} query heads over {kv_heads}, {result.shape[0]} rows of output for {rows}, "
+                f"{seq_lens.shape[0]} lengths and {query_start_loc.shape[0]} starts for {requests} requests, expected "
+                "whole groups, a row for each and a length for each, in attention"
+            )
         if query.device.type == "cpu":
             counts = query_start_loc[1:] - query_start_loc[:-1]
             if bool(((counts > seq_lens) & (counts > 1)).any()):
                 raise FormatError(
                     "found a request with more query rows than positions, expected at most as many, in attention"
                 )
-            max_query_len = int(counts.max()) if max_query_len is None else max_query_len
+            if max_query_len is None and requests:
+                max_query_len = int(counts.max())
         group, width = query_heads // kv_heads, _head_width(head_size)
         splits = splits_for(columns * block_size)
         if workspace is None:

@@ -37,6 +37,9 @@ from pytest_kvqual.errors import FormatError
 from pytest_kvqual.kv.backends.triton_k16v8 import SHORTEST, SPLITS, Triton, Workspace
 
 _LARGEST_HEAD = 256
+# Compute capabilities with at least 160 KiB of shared memory for a block (CUDA C++ Programming Guide, technical
+# specifications).
+_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
 
 
 @dataclasses.dataclass
@@ -225,6 +228,24 @@ class _Backend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: Any,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        # A program of wider heads takes up to 129 KiB of shared memory of a block; other devices have 99 KiB.
+        if head_size > 128 and tuple(device_capability) not in _LARGE_SHARED_MEMORY:
+            return "heads of more than 128 need a device with 160 KiB"
+        return None
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
