@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, cast
 
+from pytest_kvqual import _places
 from pytest_kvqual._decode import Table, nearest, one_line, parse_json
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study.model import (
@@ -51,7 +52,9 @@ __all__ = [
     "Selection",
     "argument",
     "find_study",
+    "is_shipped",
     "load_study",
+    "require_own",
     "require_prepared",
     "select",
     "studies_folder",
@@ -140,8 +143,8 @@ _WAIVER = ("arm", "gate", "finding", "reproducer", "reason")
 
 
 def studies_folder() -> Path:
-    """The folder of the named studies: ``studies`` at the root of the checkout that this package runs from."""
-    return Path(__file__).resolve().parents[3] / "studies"
+    """The folder of the named studies: in the installed package, or at the root of the checkout that it runs from."""
+    return _places.folder(_places.STUDIES)
 
 
 def find_study(name_or_path: str) -> Path:
@@ -207,11 +210,33 @@ def require_prepared(study: Study) -> None:
     if not study.missing:
         return
     names = ", ".join(path.relative_to(study.directory).as_posix() for path in study.missing)
+    first, mine = "", argument(study)
+    if is_shipped(study):
+        first, mine = f"`kvqual copy {study.directory.name} FOLDER`, then ", mine.replace(study.directory.name, "FOLDER", 1)
     raise StudyError(
         f"study {study.name} is not prepared: found no {names}, expected {'it' if len(study.missing) == 1 else 'them'}",
-        advice=f"run `kvqual prepare {argument(study)} --model DIR` with the folder of "
+        advice=f"run {first}`kvqual prepare {mine} --model DIR` with the folder of "
         f"{study.model.repository} at {study.model.revision}",
     )
+
+
+def is_shipped(study: Study) -> bool:
+    """Whether the study lies in an installed package: what is written there is lost with the next upgrade."""
+    return _places.installed() and study.directory.is_relative_to(studies_folder())
+
+
+def require_own(study: Study) -> None:
+    """Refuse to write into a study of an installed package.
+
+    Raises:
+        StudyError: It is one; names the command that copies it.
+    """
+    if is_shipped(study):
+        raise StudyError(
+            f"study {study.name}: found it in the installed package at {study.directory}, expected a study of your own "
+            "to write to",
+            advice=f"run `kvqual copy {study.directory.name} FOLDER` and give FOLDER for the study",
+        )
 
 
 def argument(study: Study) -> str:

@@ -1,0 +1,1 @@
+"""The gates, one module each, in order. A package, so that ``pytest --pyargs pytest_kvqual.qualification`` finds them."""
