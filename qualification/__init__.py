@@ -1,1 +1,4 @@
-"""The gates, one module each, in order. A package, so that ``pytest --pyargs pytest_kvqual.qualification`` finds them."""
+"""The gates, one module each, in order.
+
+A package, because ``pytest --pyargs pytest_kvqual.qualification`` finds no other.
+"""

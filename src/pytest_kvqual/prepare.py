@@ -84,7 +84,8 @@ def prepare(
         calibrate: Write the V scales too: :func:`largest_v`.
 
     Raises:
-        StudyError: The study is not one that is prepared, or is one of the installed package; a text is missing or another one; a panel does not fit.
+        StudyError: The study is not one that is prepared, or lies in the installed package; a text is missing or
+            another one; a panel does not fit.
         ModelError: The folder holds no model that can be read, or one of another geometry.
         RefusedError: ``calibrate`` on a host without the device that the study is for.
         ServerError: The control that is calibrated in did not start or did not answer.

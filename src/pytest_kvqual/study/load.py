@@ -210,9 +210,8 @@ def require_prepared(study: Study) -> None:
     if not study.missing:
         return
     names = ", ".join(path.relative_to(study.directory).as_posix() for path in study.missing)
-    first, mine = "", argument(study)
-    if is_shipped(study):
-        first, mine = f"`kvqual copy {study.directory.name} FOLDER`, then ", mine.replace(study.directory.name, "FOLDER", 1)
+    first = f"`kvqual copy {study.directory.name} FOLDER`, then " if is_shipped(study) else ""
+    mine = _of_format(study, "FOLDER") if first else argument(study)
     raise StudyError(
         f"study {study.name} is not prepared: found no {names}, expected {'it' if len(study.missing) == 1 else 'them'}",
         advice=f"run {first}`kvqual prepare {mine} --model DIR` with the folder of "
@@ -241,7 +240,12 @@ def require_own(study: Study) -> None:
 
 def argument(study: Study) -> str:
     """What to type for this study: its folder's name where that finds it, its path otherwise; and its format."""
-    name = study.directory.name if study.directory.parent == studies_folder() else str(study.directory)
+    return _of_format(
+        study, study.directory.name if study.directory.parent == studies_folder() else str(study.directory)
+    )
+
+
+def _of_format(study: Study, name: str) -> str:
     return name if study.model.format is None else f"{name} --format {study.model.format}"
 
 

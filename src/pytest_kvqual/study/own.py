@@ -13,7 +13,7 @@ from pytest_kvqual.study.load import find_study, load_study
 __all__ = ["copy_study"]
 
 
-def copy_study(name_or_path: str, folder: Path, format: str | None = None) -> Path:
+def copy_study(name_or_path: str, folder: Path) -> Path:
     """Copy a study's folder, with its locks, whole or not at all; returns the copy's path.
 
     The study keeps its name: a lock that matches the one matches the other. Hidden files and byte code stay behind.
@@ -21,13 +21,12 @@ def copy_study(name_or_path: str, folder: Path, format: str | None = None) -> Pa
     Args:
         name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
         folder: The copy's place. Nothing, or an empty folder, must be there.
-        format: As :func:`pytest_kvqual.study.load.load_study` takes it.
 
     Raises:
         StudyError: The study is malformed, or does not stand on its own (it names a folder outside of its own by a
             relative path); something is at ``folder``; the copy cannot be written.
     """
-    load_study(name_or_path, format)
+    load_study(name_or_path)
     source = find_study(name_or_path).parent
     target = Path(os.path.normpath(folder.expanduser().absolute()))
     if target.is_relative_to(source):
@@ -44,7 +43,7 @@ def copy_study(name_or_path: str, folder: Path, format: str | None = None) -> Pa
         # An installed file may be read-only; the copy is there to be changed.
         for path in (scratch, *scratch.rglob("*")):
             path.chmod(path.stat().st_mode | 0o200)
-        load_study(str(scratch), format)
+        load_study(str(scratch))
         scratch.replace(target)
     except (OSError, shutil.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)

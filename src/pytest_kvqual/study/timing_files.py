@@ -233,7 +233,7 @@ def _check(files: Sequence[_File], command: str) -> list[str]:
 
 
 def _write(study: Study, files: Sequence[_File]) -> list[str]:
-    """Write files of a study, none of them where one cannot be written; returns for each, in a word or two, what was done.
+    """Write files of a study, or none of them; returns for each, in a word or two, what was done.
 
     Each is written beside its place before the first one is moved there.
 
