@@ -17,14 +17,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-OPTIONS = (
-    "--study", "--format", "--install", "--arm", "--length", "--run-dir", "--gate-report", "--cache-bytes", "--block",
-    "--cell", "--geometry", "--backend", "--gsm8k", "--prefix",
-)  # fmt: skip
-COMMANDS = (
-    "freeze", "copy", "trace", "plan", "model", "doctor", "prepare", "checkout", "report", "audit", "verify", "metrics",
-    "replay", "bound", "power",
-)  # fmt: skip
+# What the installed package declares: each option of the plugin, each command.
+_OPTIONS = """
+from types import SimpleNamespace
+from pytest_kvqual import plugin
+group = SimpleNamespace(addoption=lambda name, **_: print(name))
+plugin.pytest_addoption(SimpleNamespace(getgroup=lambda *_: group))
+"""
+_COMMANDS = """
+from pytest_kvqual.cli import _parser
+(commands,) = _parser()._subparsers._group_actions
+print(*commands.choices)
+"""
 # Name, platform, frozen, and the gates as their tests are called.
 _STUDIES = """
 from pytest_kvqual.study.load import load_study, studies_folder
@@ -73,11 +77,15 @@ def expect(found: object, expected: object, what: str) -> None:
 def check(environment: Environment) -> None:
     """Every check, a line for each."""
     words = set(environment.run("pytest", "--help").replace("=", " ").split())
-    expect([option for option in OPTIONS if option not in words], [], "options that `pytest --help` does not name")
-    print(f"pytest --help: {len(OPTIONS)} options")
-    for command in COMMANDS:
+    options = environment.run("python", "-c", _OPTIONS).split()
+    expect("--study" in options, True, "whether the plugin has --study")
+    expect([option for option in options if option not in words], [], "options that `pytest --help` does not name")
+    print(f"pytest --help: {len(options)} options")
+    commands = environment.run("python", "-c", _COMMANDS).split()
+    expect("audit" in commands, True, "whether there is `kvqual audit`")
+    for command in commands:
         environment.run("kvqual", command, "--help")
-    print(f"kvqual: {len(COMMANDS)} commands")
+    print(f"kvqual: {len(commands)} commands")
     studies = [line.split() for line in environment.run("python", "-c", _STUDIES).splitlines()]
     expect(len(studies) > 0, True, "whether there are studies")
     for name, platform, frozen, *tests in studies:
