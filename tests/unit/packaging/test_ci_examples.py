@@ -40,7 +40,7 @@ def _blocks() -> list[str]:
 
 
 def test_both_examples_run_the_same_commands(github: dict[str, list[str]], gitlab: dict[str, list[str]]) -> None:
-    """Job by job; only the GPU job's run directory is named apart, since all artifacts of GitLab come into one folder."""
+    """Job by job; only the run directory of the GPU job is named apart: GitLab has one folder for all artifacts."""
     assert set(github) == set(gitlab) == set(JOBS)
     for job in JOBS:
         assert [line.replace("kvqual-run-gpu", "kvqual-run") for line in gitlab[job]] == github[job]
