@@ -28,7 +28,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256s
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv model qualify campaign audit controls controls-from-start test unit engine lint types imports freeze panels dist clean
+.PHONY: help venv model qualify campaign audit controls controls-from-start test unit engine lint types imports freeze panels clean
 
 help:
 	@sed -n '1,6s/^# //p' Makefile
@@ -110,7 +110,8 @@ freeze: venv
 panels: model
 	$(BIN)/python studies/smollm2-cpu/build.py --model "$$($(BIN)/kvqual model)"
 
-# Lock files that do not match the source are refused here: a shipped study is frozen.
+# A lock that does not match the source is refused here: a shipped study is frozen.
+.PHONY: dist
 dist:
 	rm -rf build dist
 	$(PYTHON) -m venv build/tools
