@@ -2,6 +2,7 @@
 # make audit      the verdicts of that run, derived again from its records
 # make campaign   every arm of the timing plan qualified, its trials, the statistics
 # make test       lint, types and every test, from nothing
+# make dist       sdist and wheel, checked; the wheel installed and used in an empty environment
 # Each sets itself up (.venv, install, model) and may be repeated.
 
 SHELL := /bin/bash
@@ -19,6 +20,8 @@ RUN_DIR ?= .kvqual
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# What builds and checks the archives has an environment of its own.
+DIST_TOOLS := build==1.6.1 twine==7.0.0
 # By content, not by time: a checkout changes times, a cache restores old ones.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 
@@ -28,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help venv model qualify campaign audit controls controls-from-start test unit engine lint types imports freeze reference panels clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 venv: $(STAMP)
 
@@ -111,5 +114,15 @@ reference: venv
 panels: model
 	$(BIN)/python studies/smollm2-cpu/build.py --model "$$($(BIN)/kvqual model)"
 
+# A lock that does not match the source is refused here: a shipped study is frozen.
+.PHONY: dist
+dist:
+	rm -rf build dist
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/python -m pip install --quiet $(DIST_TOOLS)
+	build/tools/bin/python -m build --outdir dist .
+	build/tools/bin/python -m twine check --strict dist/*
+	$(PYTHON) scripts/check_wheel.py dist/*.whl --python $(PYTHON)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -158,7 +158,10 @@ class Transfer:
 @pytest.fixture
 def transfer(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Transfer]:
     """The geometry and the backends that the options name; one torch thread, as the tensors are small."""
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError:
+        pytest.fail("transfer tests: found no torch, expected it: pip install torch, of any build", pytrace=False)
 
     from pytest_kvqual.transfer.check import find_backend
 

@@ -20,9 +20,8 @@ from pytest_kvqual.faults.seeded import SEEDED
 from pytest_kvqual.judge.verdict import Outcome
 
 if TYPE_CHECKING:
-    from qualification.controls.conftest import OpenCampaign
-
     from pytest_kvqual.campaign import Campaign
+    from qualification.controls.conftest import OpenCampaign
 
 pytestmark = [pytest.mark.controls, pytest.mark.from_start]
 

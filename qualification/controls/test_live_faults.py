@@ -17,9 +17,8 @@ import pytest
 from pytest_kvqual.faults import FAULTS, Fault
 
 if TYPE_CHECKING:
-    from qualification.controls.conftest import OpenCampaign
-
     from pytest_kvqual.faults.served import Planted, Served
+    from qualification.controls.conftest import OpenCampaign
 
 pytestmark = [pytest.mark.controls, pytest.mark.live_controls]
 

@@ -18,6 +18,7 @@ from pytest_kvqual.faults import FAULTS
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
+pytest.importorskip("triton_cases", reason="its cases are among the tests of a checkout, in tests/support")
 
 import triton_cases as cases
 

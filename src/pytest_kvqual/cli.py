@@ -65,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
     freeze.add_argument("--check", action="store_true", help="write nothing; fail unless the lock matches")
+    copy = command("copy", _copy, "copy a study to a folder of your own, to be changed, prepared and frozen there")
+    copy.add_argument("study", metavar="STUDY", help="name or path")
+    copy.add_argument("folder", type=Path, metavar="FOLDER", help="the copy: nothing is there yet, or an empty folder")
     trace = command("trace", _trace, "write the traces that the timing plans of a study name, and print their digests")
     study_of(trace)
     trace.add_argument("--check", action="store_true", help="write nothing; fail unless they are what would be written")
@@ -188,6 +191,13 @@ def _freeze(args: argparse.Namespace) -> int:
     from pytest_kvqual.study.freeze import freeze_command
 
     print(freeze_command(args.study, check=args.check, format=args.format))
+    return 0
+
+
+def _copy(args: argparse.Namespace) -> int:
+    from pytest_kvqual.study.own import copy_study
+
+    print(copy_study(args.study, args.folder))
     return 0
 
 

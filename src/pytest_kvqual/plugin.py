@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_kvqual import _places
 from pytest_kvqual.fixtures import arm, campaign, gate, pilot, study
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ MARKERS = (
     "from_start: the fault is there from the server's start (a boot for each); asked for by naming it: -m from_start",
 )
 _GATE_MODULE = re.compile(r"(?:^|/)qualification/test_\d\d_\w+\.py$")
+#: Of an installed package the ids begin in its folder of gates.
+_GATE_FILE = re.compile(r"test_\d\d_\w+\.py")
 
 
 def _name(text: str) -> str:
@@ -205,12 +208,28 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     if config.args_source is pytest.Config.ArgsSource.ARGS:
+        if config.option.pyargs and not _places.installed():
+            config.args[:] = map(_in_checkout, config.args)
         return
     # `pytest -m cpu` in a clone names the gates by their platform; plain `pytest` does not, and stays without them.
     folder = config.rootpath / "qualification"
     expression: str = config.getoption("markexpr", "")
     if re.search(r"\b(cpu|gpu)\b", expression) and folder.is_dir() and str(folder) not in config.args:
         config.args.append(str(folder))
+
+
+def _in_checkout(argument: str) -> str:
+    """``pytest_kvqual.qualification`` as a path: an editable install has the gates in its checkout, not in the package.
+
+    So one command runs them everywhere. Any other argument, and one whose file is not there, is left to pytest.
+    """
+    module, separator, test = argument.partition("::")
+    head, _, rest = module.partition(_places.GATES_MODULE)
+    if head or (rest and not rest.startswith(".")):
+        return argument
+    path = _places.folder(_places.QUALIFICATION).joinpath(*rest.split("."))
+    found = path if path.is_dir() else path.with_name(f"{path.name}.py")
+    return f"{found}{separator}{test}" if found.exists() else argument
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -255,7 +274,9 @@ def _check_backend(text: str, folder: Path) -> None:
 def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
     """Stop a distributed run that holds gates before its first test."""
     for nodeid in ids:
-        if _GATE_MODULE.search(nodeid.partition("::")[0]):
+        path = nodeid.partition("::")[0]
+        own = _GATE_FILE.fullmatch(path) and _places.installed() and (_places.folder("qualification") / path).is_file()
+        if own or _GATE_MODULE.search(path):
             raise pytest.UsageError(f"found -n with the gate {nodeid}, expected one process: run gates without -n")
 
 

@@ -26,7 +26,7 @@ from pytest_kvqual._decode import Table, one_line, parse_json
 from pytest_kvqual.errors import CaptureError, ModelError, RefusedError, StudyError
 from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, encode_rows, recipe_of, v_scale
 from pytest_kvqual.study.freeze import lock_path
-from pytest_kvqual.study.load import STUDY_FILE, argument, load_study
+from pytest_kvqual.study.load import STUDY_FILE, argument, load_study, require_own
 from pytest_kvqual.study.model import Selection, Study
 from pytest_kvqual.study.panels import check_panels, has_length
 
@@ -94,7 +94,8 @@ def prepare(
         calibrate: Write the V scales too: :func:`largest_v`.
 
     Raises:
-        StudyError: The study is not one that is prepared; a text is missing or another one; a panel does not fit.
+        StudyError: The study is not one that is prepared, or lies in the installed package; a text is missing or
+            another one; a panel does not fit.
         ModelError: The folder holds no model that can be read, or one of another geometry.
         RefusedError: ``calibrate`` on a host without the device that the study is for.
         ServerError: The control that is calibrated in did not start or did not answer.
@@ -106,6 +107,7 @@ def prepare(
             "committed with it",
             advice="`kvqual model` builds the embedded study's model",
         )
+    require_own(study)
     if calibrate:
         # Before the minutes that the rest takes.
         _device(study)

@@ -17,7 +17,8 @@ WORKER_CLASS = "pytest_kvqual.worker.serving_worker.ServingWorker"
 STOCK = "vllm.entrypoints.openai.api_server"
 LAUNCHER = "pytest_kvqual.server.launcher"
 TEACHER = "pytest_kvqual.worker.teacher:Teacher"
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(__file__).resolve().parent / "path"
+"""Holds this package and nothing else, wherever the package itself is; see the module in it."""
 
 # Variables of these names steer the engine, its threads or its interpreter. None is inherited: an arm runs under what
 # its study declares, not under what the caller's shell happened to hold.

@@ -1,7 +1,7 @@
 """Freeze a study: write, and later verify, the digests of everything that a verdict may depend on.
 
 The lock names files relative to what holds them (the study's folder, the package, ``qualification``), so that it is
-the same wherever they are installed. Two freezes of the same files give the same bytes.
+the same in a checkout and wherever a wheel is installed. Two freezes of the same files give the same bytes.
 
 History of ``lock.json``:
     1: study files, weights, implementation; the model's format, where the study has several.
@@ -18,10 +18,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from pytest_kvqual import _places
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
 from pytest_kvqual._decode import Table, parse_json
 from pytest_kvqual.errors import EvidenceError, LockError
-from pytest_kvqual.study.load import STUDY_FILE, argument, load_study, require_prepared
+from pytest_kvqual.study.load import (
+    STUDY_FILE,
+    argument,
+    is_shipped,
+    load_study,
+    require_own,
+    require_prepared,
+)
 from pytest_kvqual.study.model import Study
 from pytest_kvqual.study.panels import check_files
 from pytest_kvqual.study.timing_files import check_timing_files
@@ -34,7 +42,6 @@ LOCK_FILE: Final = "lock.json"
 #: What Python can import from an arm's ``pythonpath``.
 _CODE: Final = (".py", ".so")
 _PACKAGE: Final = "pytest_kvqual"
-_QUALIFICATION: Final = "qualification"
 _SHOWN: Final = 5
 
 
@@ -64,7 +71,7 @@ def freeze(study: Study) -> Path:
 
     Raises:
         StudyError: The study is not prepared; a panel or scales file does not fit it; a trace or plan is not what
-            ``kvqual trace`` and ``kvqual plan`` write.
+            ``kvqual trace`` and ``kvqual plan`` write; the lock of an installed package's study would be another one.
         LockError: A file cannot be read, or the lock cannot be written.
     """
     require_prepared(study)
@@ -72,6 +79,10 @@ def freeze(study: Study) -> Path:
     check_timing_files(study)
     path = lock_path(study)
     data = pretty_bytes(_content(study))
+    if is_shipped(study):
+        if path.is_file() and path.read_bytes() == data:
+            return path
+        require_own(study)
     # The process id keeps two freezes of one study from writing into each other's file.
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -100,6 +111,8 @@ def verify_lock(study: Study) -> Lock:
     require_prepared(study)
     path = lock_path(study)
     again = f"`kvqual freeze {argument(study)}`"
+    if is_shipped(study):
+        again = f"`kvqual copy {study.directory.name} FOLDER` and freeze that one"
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -224,13 +237,20 @@ def _study_files(study: Study) -> dict[str, Path]:
 
 
 def _implementation_files(study: Study) -> dict[str, Path]:
-    package = Path(__file__).resolve().parents[1]
-    files = {f"{_PACKAGE}/{path.relative_to(package).as_posix()}": path for path in _code(package, (".py",))}
-    # The gates stand next to the studies; a study elsewhere is run by the gates of this package's own checkout.
-    places = (study.directory.parent.parent / _QUALIFICATION, package.parent.parent / _QUALIFICATION)
+    package = _places.PACKAGE
+    # What a wheel puts there has its name from the checkout: the gates one of their own, studies and documents none.
+    apart = tuple(package / name for name in _places.SHIPPED) if _places.installed() else ()
+    files = {
+        f"{_PACKAGE}/{path.relative_to(package).as_posix()}": path
+        for path in _code(package, (".py",))
+        if not any(path.is_relative_to(folder) for folder in apart)
+    }
+    # The gates stand next to the studies; a study elsewhere is run by the package's own.
+    name = _places.QUALIFICATION
+    places = (study.directory.parent.parent / name, _places.folder(name))
     gates = next((place for place in places if place.is_dir()), None)
     if gates is not None:
-        files |= {f"{_QUALIFICATION}/{path.relative_to(gates).as_posix()}": path for path in _code(gates, (".py",))}
+        files |= {f"{name}/{path.relative_to(gates).as_posix()}": path for path in _code(gates, (".py",))}
     return files
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, cast
 
+from pytest_kvqual import _places
 from pytest_kvqual._decode import Table, nearest, one_line, parse_json
 from pytest_kvqual.errors import StudyError
 from pytest_kvqual.study import keys
@@ -52,7 +53,9 @@ __all__ = [
     "Selection",
     "argument",
     "find_study",
+    "is_shipped",
     "load_study",
+    "require_own",
     "require_prepared",
     "select",
     "studies_folder",
@@ -115,8 +118,8 @@ _WAIVER = keys.names_of("[[waivers]]")
 
 
 def studies_folder() -> Path:
-    """The folder of the named studies: ``studies`` at the root of the checkout that this package runs from."""
-    return Path(__file__).resolve().parents[3] / "studies"
+    """The folder of the named studies: in the installed package, or at the root of the checkout that it runs from."""
+    return _places.folder(_places.STUDIES)
 
 
 def find_study(name_or_path: str) -> Path:
@@ -182,16 +185,42 @@ def require_prepared(study: Study) -> None:
     if not study.missing:
         return
     names = ", ".join(path.relative_to(study.directory).as_posix() for path in study.missing)
+    first = f"`kvqual copy {study.directory.name} FOLDER`, then " if is_shipped(study) else ""
+    mine = _of_format(study, "FOLDER") if first else argument(study)
     raise StudyError(
         f"study {study.name} is not prepared: found no {names}, expected {'it' if len(study.missing) == 1 else 'them'}",
-        advice=f"run `kvqual prepare {argument(study)} --model DIR` with the folder of "
+        advice=f"run {first}`kvqual prepare {mine} --model DIR` with the folder of "
         f"{study.model.repository} at {study.model.revision}",
     )
 
 
+def is_shipped(study: Study) -> bool:
+    """Whether the study lies in an installed package: what is written there is lost with the next upgrade."""
+    return _places.installed() and study.directory.is_relative_to(studies_folder())
+
+
+def require_own(study: Study) -> None:
+    """Refuse to write into a study of an installed package.
+
+    Raises:
+        StudyError: It is one; names the command that copies it.
+    """
+    if is_shipped(study):
+        raise StudyError(
+            f"study {study.name}: found it in the installed package at {study.directory}, expected a study of your own "
+            "to write to",
+            advice=f"run `kvqual copy {study.directory.name} FOLDER` and give FOLDER for the study",
+        )
+
+
 def argument(study: Study) -> str:
     """What to type for this study: its folder's name where that finds it, its path otherwise; and its format."""
-    name = study.directory.name if study.directory.parent == studies_folder() else str(study.directory)
+    return _of_format(
+        study, study.directory.name if study.directory.parent == studies_folder() else str(study.directory)
+    )
+
+
+def _of_format(study: Study, name: str) -> str:
     return name if study.model.format is None else f"{name} --format {study.model.format}"
 
 

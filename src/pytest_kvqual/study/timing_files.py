@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from pytest_kvqual._canonical import sha256_bytes
 from pytest_kvqual._decode import nearest
+from pytest_kvqual._places import gates_argument
 from pytest_kvqual.errors import EvidenceError, StudyError
 from pytest_kvqual.study import plan as plans
-from pytest_kvqual.study.load import STUDY_FILE, load_study, require_prepared
+from pytest_kvqual.study.load import STUDY_FILE, load_study, require_own, require_prepared
 from pytest_kvqual.study.panels import load_panel
 from pytest_kvqual.study.trace import Trace, build, parse_trace
 
@@ -68,7 +69,7 @@ def trace_command(
     files = [
         file for length in study.timing for file in _traces(study, length, None if check else given.get(length, {}))
     ]
-    said = _check(files, "kvqual trace") if check else _write(files)
+    said = _check(files, "kvqual trace") if check else _write(study, files)
     return tuple(_line(study, file, word) for file, word in zip(files, said, strict=True))
 
 
@@ -88,7 +89,7 @@ def plan_command(name_or_path: str, *, check: bool, default: str, format: str | 
     study = _timed(name_or_path, format)
     found = [_plan(study, length) for length in study.timing]
     files = [file for _, file in found]
-    said = _check(files, "kvqual plan") if check else _write(files)
+    said = _check(files, "kvqual plan") if check else _write(study, files)
     lines: list[str] = []
     typed = "" if name_or_path == default else f" --study {name_or_path}"
     typed += "" if study.model.format is None else f" --format {study.model.format}"
@@ -231,13 +232,13 @@ def _check(files: Sequence[_File], command: str) -> list[str]:
     return ["matches"] * len(files)
 
 
-def _write(files: Sequence[_File]) -> list[str]:
-    """Write files, none of them where one cannot be written; returns for each, in a word or two, what was done.
+def _write(study: Study, files: Sequence[_File]) -> list[str]:
+    """Write files of a study, or none of them; returns for each, in a word or two, what was done.
 
     Each is written beside its place before the first one is moved there.
 
     Raises:
-        StudyError: One cannot be written.
+        StudyError: One cannot be written, or would change a study of the installed package.
     """
     said: list[str] = []
     staged: list[tuple[Path, Path]] = []
@@ -251,6 +252,7 @@ def _write(files: Sequence[_File]) -> list[str]:
             if before == file.data:
                 said.append("unchanged")
                 continue
+            require_own(study)
             said.append("written" if before is None else "written anew")
             path.parent.mkdir(parents=True, exist_ok=True)
             # The process id keeps two commands from writing into each other's file.
@@ -348,7 +350,7 @@ def _blocks(plan: plans.Plan) -> list[str]:
 
 def _commands(study: Study, plan: plans.Plan, argument: str) -> list[str]:
     return [
-        f'pytest qualification/ -m "{study.platform} and timing"{argument} --arm {arm} --length {plan.length} '
+        f'pytest {gates_argument()} -m "{study.platform} and timing"{argument} --arm {arm} --length {plan.length} '
         f"--block {block}"
         for arm, block in plans.trials(plan)
     ]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tiny_study import TinyStudy
 
+from pytest_kvqual import _places
 from pytest_kvqual._canonical import sha256_bytes, sha256_file
 from pytest_kvqual.errors import LockError, StudyError
 from pytest_kvqual.study import freeze as room
@@ -27,7 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of this package that the lock takes for the implementation, to be changed at will."""
     copy = tmp_path / "project" / "src" / "pytest_kvqual"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(room, "__file__", str(copy / "study" / "freeze.py"))
+    monkeypatch.setattr(_places, "PACKAGE", copy)
     return copy
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup, escape
 
+from pytest_kvqual._places import gates_argument
 from pytest_kvqual.judge.verdict import Outcome
 from pytest_kvqual.report.gate import answers
 from pytest_kvqual.report.gate.answers import TASKS, Changed
@@ -342,15 +343,16 @@ def _commands(scope: ScopeState) -> tuple[tuple[str, str], ...]:
     if scope.prefix:
         options += f" --prefix {scope.prefix}"
     prefix = f" --prefix {scope.prefix}" if scope.prefix else ""
+    gates = gates_argument()
     commands = [
         ("the study is the one that was frozen", f"kvqual freeze {study.name or 'STUDY'} --check"),
-        ("the gates, on the engine", f"pytest qualification/ -m {platform} {options}"),
+        ("the gates, on the engine", f"pytest {gates} -m {platform} {options}"),
     ]
     if any(it.timing and it.receipt for it in scope.gates):
         commands += [
             ("the trials of the frozen plan, in order", f"kvqual plan {study.name or 'STUDY'} --trials {found.length}"),
-            ("one of them", f'pytest qualification/ -m "{platform} and timing" {options} --block 1'),
-            ("the statistics", f'pytest qualification/ -m "{platform} and timing" {options}'),
+            ("one of them", f'pytest {gates} -m "{platform} and timing" {options} --block 1'),
+            ("the statistics", f'pytest {gates} -m "{platform} and timing" {options}'),
         ]
     commands += [
         ("the verdicts, from the raw records, without an engine",

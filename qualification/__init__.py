@@ -1,0 +1,4 @@
+"""The gates, one module each, in order.
+
+A package, because ``pytest --pyargs pytest_kvqual.qualification`` finds no other.
+"""
