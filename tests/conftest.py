@@ -1,14 +1,20 @@
-"""Fixtures that tests of several rooms share."""
+"""What every test needs. Fixtures of one kind of test live beside it."""
 
-from __future__ import annotations
-
-from pathlib import Path
+import os
+import tempfile
 
 import pytest
-from tiny_study import TinyStudy
+from hypothesis import settings
+
+pytest_plugins = ["pytester"]
+
+# Two test processes share two cores: how long one example takes says nothing.
+settings.register_profile("kvqual", deadline=None)
+settings.load_profile("kvqual")
 
 
-@pytest.fixture
-def tiny_study(tmp_path: Path) -> TinyStudy:
-    """A whole study of a few kilobytes in a folder of its own: ``tmp_path/project/studies/tiny``."""
-    return TinyStudy.write(tmp_path / "project" / "studies" / "tiny")
+def pytest_configure(config: pytest.Config) -> None:
+    """Locks of devices and of the host are each test process's own: other tests, and runs beside them, hold theirs."""
+    folder = tempfile.TemporaryDirectory(prefix="kvqual-locks-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["KVQUAL_LOCK_DIR"] = folder.name
