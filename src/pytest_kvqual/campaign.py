@@ -225,8 +225,8 @@ class Campaign:
         scope = self.own_scope()
         found = layout.attempts(self.run_dir, scope.arm, scope.length, scope.cache_bytes, self.prefix)
         return [
-            f"{path.parent.name}/{path.name}: found no {layout.OUTCOME}: its process was killed, or captures it now as a "
-            "control of another arm; it counts for nothing"
+            f"{path.parent.name}/{path.name}: found no {layout.OUTCOME}: its process was killed, or captures it now as "
+            "another arm's control; it counts for nothing"
             for path in found
             if not (path / layout.OUTCOME).exists()
         ]

@@ -104,7 +104,7 @@ class Controller:
         for mark in ("timing", "pilot"):
             if names(expression, mark):
                 raise pytest.UsageError(
-                    f"found -n with {mark} in -m, expected one process: nothing else runs on a host while an arm is timed"
+                    f"found -n with {mark} in -m, expected one process: an arm is timed with nothing else on its host"
                 )
         if config.option.dist != "loadgroup":
             raise pytest.UsageError(
@@ -160,7 +160,7 @@ class Controller:
 
         class OneAttempt(LoadGroupScheduling):
             def _split_scope(self, nodeid: str) -> str:
-                # xdist 3.8 writes the group's name into the node id, and pytest 9.2 does not keep what is written there.
+                # xdist 3.8 writes the group's name into the node id, and pytest 9.2 does not keep what it writes.
                 return arm_of(nodeid) or str(super()._split_scope(nodeid))
 
             def remove_node(self, node: Any) -> str | None:

@@ -233,6 +233,10 @@ def _arms_of_workers(config: pytest.Config) -> list[str]:
     return (config.getoption("arm") or []) if hasattr(config, "workerinput") else []
 
 
+def _arm_of(item: pytest.Item) -> object:
+    return item.callspec.params.get("kvqual_arm") if isinstance(item, pytest.Function) else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
@@ -252,7 +256,7 @@ def pytest_collection_modifyitems(
     transfer = any(item.get_closest_marker("transfer") is not None for item in items)
     sessions = [
         QualificationSession.register(
-            session, [it for it in gates if it.callspec.params["kvqual_arm"] == arm], wait=transfer, group=arm
+            session, [item for item in gates if _arm_of(item) == arm], wait=transfer, group=arm
         )
         for arm in arms
     ] or [QualificationSession.register(session, gates, wait=transfer)]

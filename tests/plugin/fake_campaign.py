@@ -2,8 +2,8 @@
 
 ``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash``, ``unwritable``,
 ``interrupt``, ``standing``, or ``standing, interrupt``; ``pilot`` to ``refused``. ``superiority`` is required where it
-is named there. An entry of an arm (``native identity``) goes before one of the gate; ``meet`` maps to the arms that wait
-for each other before their first gate, as ``native,candidate``; ``die`` ends the process in the gate.
+is named there. An entry of an arm (``native identity``) goes before one of the gate; ``meet`` maps to the arms that
+wait for each other before their first gate, as ``native,candidate``; ``die`` ends the process in the gate.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, RefusedError, StudyError
 from pytest_kvqual.hooks import Decision, Options, Progress
-from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.server.devices import hold, in_use
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
@@ -110,7 +110,7 @@ class FakeCampaign:
         self._meet()
         if wanted().get("prepare") == "interrupt":
             raise KeyboardInterrupt
-        if wanted().get("prepare"):
+        if wanted().get("prepare") or wanted().get(f"prepare {self.arm}"):
             raise LockError("lock.json: found digest aa, expected bb", advice="run kvqual freeze")
         return ["nll: earlier receipt of another scope: length: found 8192, expected 1024"]
 
@@ -119,7 +119,7 @@ class FakeCampaign:
         others = wanted().get("meet", "").split(",") if "meet" in wanted() else []
         if others:
             (self.run_dir / f"begun-{self.arm}").touch()
-        deadline = monotonic_ns() + 20 * 10**9
+        deadline = monotonic_ns() + 40 * 10**9
         while not all((self.run_dir / f"begun-{other}").exists() for other in others):
             if monotonic_ns() > deadline:
                 raise KvqualError(f"found {self.arm} alone, expected {others} at once")

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+# Before pytester remembers what is imported: what it forgets after a test could not be replaced in the next.
+from pytest_kvqual import distributed
+
 if TYPE_CHECKING:
     from tests.plugin.conftest import Runner
 
@@ -55,3 +58,107 @@ def test_two_arms_at_once(gates: Runner) -> None:
     text = (gates.pytester.path / "out.xml").read_text()
     for arm in ("native", "candidate"):
         assert f'name="kvqual.{arm}.parity.verdict" value="PASS"' in text
+
+
+def test_a_killed_worker(gates: Runner) -> None:
+    """The other arm goes on to its end; of the killed one each gate fails by name, and none is decided again."""
+    gates.verdicts(**{"meet": "native,candidate", "native routing": "die"})
+    result = run(gates, *TWO)
+    assert result.ret == 1
+    result.assert_outcomes(passed=4, failed=2)
+    assert [(it["gate"], it["outcome"]) for it in receipts(gates, "candidate")] == [(name, "PASS") for name in GATES]
+    assert [it["gate"] for it in receipts(gates, "native")] == ["identity"]
+    result.stdout.fnmatch_lines(
+        [
+            "*worker 'gw?' crashed while running 'qualification/test_01_routing.py::test_routing[[]native[]]'",
+            "native: not run: worker gw? ended: *",
+            "*qualification of native*",
+            "no verdict of this run: worker gw? ended: *",
+            "*qualification of candidate at length 1024*",
+            "parity *PASS *",
+        ]
+    )
+
+
+def test_more_arms_than_workers(gates: Runner) -> None:
+    """A worker takes one arm after the other; each answers for a FAIL, a gate left out, and a start refused."""
+    gates.verdicts(**{"candidate routing": "FAIL", "prepare other": "refused"})
+    arms = [part for name in ("native", "candidate", "other") for part in ("--arm", name)]
+    result = run(gates, "-p", "xdist", "-n", "1", "--dist", "loadgroup", *arms, "-k", "not parity")
+    assert result.ret == 1
+    result.assert_outcomes(passed=3, failed=5)
+    assert [(it["gate"], it["outcome"]) for it in receipts(gates, "native")] == [
+        ("identity", "PASS"),
+        ("routing", "PASS"),
+        ("parity", "REFUSED"),
+    ]
+    assert [it["outcome"] for it in receipts(gates, "candidate")] == ["PASS", "FAIL", "REFUSED"]
+    assert receipts(gates, "candidate")[-1]["figure"] == "deselected in this run"
+    assert receipts(gates, "other") == []
+    text = result.stdout.str()
+    for line in (
+        "native: parity: REFUSED: deselected in this run",
+        "candidate: parity: REFUSED: deselected in this run",
+    ):
+        assert line in text
+    result.stdout.fnmatch_lines(["routing: FAIL: 3 of 10 wrong: cell 0 *"])
+    assert text.count("lock.json: found digest aa, expected bb (run kvqual freeze)\n") >= 3
+
+
+def test_timing_is_not_distributed(gates: Runner) -> None:
+    """-n with timing is a usage error of one line, and no worker has started."""
+    result = gates.run("qualification", "-m", "cpu and timing", *TWO)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: found -n with timing in -m, expected one process: *"])
+    assert "Traceback" not in result.stderr.str() + result.stdout.str()
+    assert not gates.run_dir.exists()
+
+
+def refusal(gates: Runner, *args: str, workers: int = 2) -> str:
+    """What stops a run with these options before a worker starts."""
+    config = gates.pytester.parseconfig("-p", "pytest_kvqual.plugin", "-p", "xdist", "qualification", *args)
+    with pytest.raises(pytest.UsageError) as refused:
+        distributed.Controller.register(config, [f"gw{number}" for number in range(workers)])
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (("-m", "cpu and pilot", *TWO), "found -n with pilot in -m, expected one process: "),
+        (("-m", "cpu", *TWO, "--arm", "native"), "--arm: found native twice, expected each arm once"),
+        (("-m", "cpu", *TWO, "--arm", "nobody"), "--arm: found 'nobody', expected one of native, candidate"),
+        (("-m", "cpu", *TWO, "--dist", "load"), "found --dist load with gates, expected --dist loadgroup: "),
+        (("-m", "cpu", *TWO, "--max-worker-restart", "2"), "found --max-worker-restart with gates, expected none: "),
+        (("-m", "cpu or gpu", *TWO), "-n with --arm: found -m 'cpu or gpu', expected -m cpu or -m gpu"),
+        (("-m", "cpu", *TWO, "--lf"), "found --lf with gates, expected none: "),
+        (("-m", "gpu", *TWO), "-m gpu: found no GPU, expected one for each worker: "),
+    ],
+)
+def test_refused_before_a_worker_starts(
+    gates: Runner, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], line: str
+) -> None:
+    """What cannot be distributed is a usage error of one line."""
+    monkeypatch.setattr(distributed, "gpu_found", lambda: False)
+    assert refusal(gates, *args).startswith(line)
+
+
+def test_more_workers_than_devices(gates: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker too many is a usage error that says how many there may be, on CPUs as on GPUs."""
+    assert "CPUs that this process may run on, expected at least 999" in refusal(gates, "-m", "cpu", *TWO, workers=999)
+    monkeypatch.setattr(distributed, "gpu_found", lambda: True)
+    monkeypatch.setattr(distributed.devices, "devices_of_host", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
+    conftest = gates.pytester.path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace('platform="cpu"', 'platform="gpu"', 1))
+    assert refusal(gates, "-m", "gpu", *TWO) == (
+        "-n 2: found 1 devices in CUDA_VISIBLE_DEVICES=MIG-7, expected at least 2, 1 for each worker (give -n 1)"
+    )
+
+
+def test_several_arms_need_workers(gates: Runner) -> None:
+    """Without -n a run has one arm."""
+    result = gates.run("qualification", "-m", "cpu", "--arm", "native", "--arm", "candidate")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: found 2 arms in one process, expected one: *-n 2 --dist loadgroup"])

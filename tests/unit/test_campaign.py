@@ -570,7 +570,7 @@ def test_two_runs_in_one_directory(run: Run, tmp_path: Path, locked: dict[str, A
     first = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
     first.prepare(GATES)
     try:
-        with pytest.raises(EvidenceError, match="found another run that uses it"):
+        with pytest.raises(EvidenceError, match="found another run of candidate that uses it"):
             run()
     finally:
         first.close()

@@ -2,9 +2,9 @@
 
 Everything but :func:`hold` and :func:`devices_of_host` is pure: environment and counts in, names out.
 
-The locks are ``flock`` on files that all sessions of a host know, not filelock's: they may be shared (many runs, but one
-that times), another user's file is enough to lock, and the engine's processes inherit them. So a device is free when the
-last process on it is gone, even where pytest was killed.
+The locks are ``flock`` on files that all sessions of a host know, not filelock's: they may be shared (many runs, or one
+that times), another user's file is enough to lock, and the engine's processes inherit them. So a device is free when
+the last process on it is gone, even where pytest was killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ CPUS: Final = "KVQUAL_CPUS"
 LOCKS: Final = "KVQUAL_LOCK_DIR"
 """The folder of the locks, where it is not ``kvqual-locks`` in the folder of temporary files."""
 
-_SPLIT: Final = f"-n gives each worker the same number of devices, in the order of {VISIBLE}"
 _held: set[int] = set()
 
 
@@ -121,8 +120,8 @@ def assign(
         mixed = len({device.name for device in host}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
         if mixed and any(name.isdecimal() for name in names):
             raise RefusedError(
-                "found GPUs of different kinds and no CUDA_DEVICE_ORDER=PCI_BUS_ID, expected it: CUDA counts them in an "
-                "order of its own",
+                "found GPUs of different kinds and no CUDA_DEVICE_ORDER=PCI_BUS_ID, expected it: CUDA counts them in "
+                "an order of its own",
                 advice="set it, or name UUIDs in CUDA_VISIBLE_DEVICES",
             )
     if workers * each > len(names):
