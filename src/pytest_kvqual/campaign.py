@@ -168,6 +168,7 @@ class Campaign:
         self._deferred: dict[str, KvqualError] = {}
         self._activity = Activity()
         self._claims = contextlib.ExitStack()
+        self._controls_there: set[Path] | None = None
         self._model = Path()
         self._lock = ""
         self._implementation = ""
@@ -208,6 +209,10 @@ class Campaign:
             self._timing.prepare()
         self._claim(self.run_dir)
         self._claim_devices()
+        # What other arms' runs capture from now on is not used: whose controls a receipt rests on must not be a race.
+        self._controls_there = {
+            path for arm in self._control_arms() for path, ended in self._attempts(arm.name).items() if ended
+        }
         keep(self.study, lock, self.run_dir)
         return [*self._open(), *self._unfinished(), *self._stale()]
 
@@ -220,16 +225,21 @@ class Campaign:
 
     def _unfinished(self) -> list[str]:
         """One line for each attempt of this arm that never came to an outcome. It stays, and nothing is read of it."""
+        return [
+            f"{path.parent.name}/{path.name}: found no outcome.json: its process was killed, or captures it now as "
+            "another arm's control; it counts for nothing"
+            for path, ended in self._attempts(self.arm).items()
+            if not ended
+        ]
+
+    def _attempts(self, arm: str) -> dict[Path, bool]:
+        """The attempts at an arm that are there, in order, and whether each came to an outcome."""
         from pytest_kvqual.evidence import layout
 
-        scope = self.own_scope()
-        found = layout.attempts(self.run_dir, scope.arm, scope.length, scope.cache_bytes, self.prefix)
-        return [
-            f"{path.parent.name}/{path.name}: found no {layout.OUTCOME}: its process was killed, or captures it now as "
-            "another arm's control; it counts for nothing"
-            for path in found
-            if not (path / layout.OUTCOME).exists()
-        ]
+        length, cache_bytes = self.selection.length.tokens, self.selection.cache_bytes
+        folder = layout.scope_folder(self.run_dir, arm=arm, length=length, cache_bytes=cache_bytes, prefix=self.prefix)
+        paths = [layout.attempt_folder(folder, number) for number in layout.numbers(folder)]
+        return {path: (path / layout.OUTCOME).exists() for path in paths}
 
     def _built_gsm8k(self) -> bytes:
         """The panel of the GSM8K test set, which no study holds, checked like one that a study does."""
@@ -639,7 +649,16 @@ class Campaign:
 
         names = self._control_names(arm, self._gates)
         scope = self._scope(arm)
-        reader = Reader.latest(self.run_dir, scope, prefix=self.prefix, names=names)
+        # Those that this arm's receipts rest on come first: another arm's run may have captured the control since.
+        cited = {
+            file.rpartition("/")[0]
+            for receipt in self._receipts().receipts
+            if receipt.scope == self.own_scope()
+            for file in receipt.evidence
+        }
+        reader = Reader.latest(
+            self.run_dir, scope, prefix=self.prefix, names=names, known=self._controls_there, first=cited
+        )
         if reader is not None:
             self._progress(f"{arm.name}: captured earlier in {reader.name}")
             return reader
