@@ -132,6 +132,12 @@ class Controller:
                     f"-m {platform}: found the study {study.name!r} of platform {study.platform}, expected one of "
                     f"{platform}: give --study, or -m {study.platform}"
                 )
+            fixed = [arm.name for arm in study.arms.values() if devices.VISIBLE in arm.environment]
+            if fixed or devices.VISIBLE in study.engine.environment:
+                raise pytest.UsageError(
+                    f"study {study.name}: found {devices.VISIBLE} in the environment of "
+                    f"{', '.join(fixed) or 'the engine'}, expected none: -n gives each worker its devices"
+                )
             assigned = devices.assign(
                 os.environ,
                 platform=platform,
@@ -204,8 +210,9 @@ class Controller:
                 self._report_lost(arm)
                 continue
             for nodeid, location, line in group.failures:
-                # Across processes a tuple comes back as a list where it was nested.
-                report_failed(self._config, nodeid, (location[0], location[1], location[2]), f"{arm}: {line}")
+                # One that xdist reported already is told once; the table has the reason.
+                if nodeid not in self._heard:
+                    report_failed(self._config, nodeid, location, f"{arm}: {line}")
             named = [(name.replace("kvqual.", f"kvqual.{arm}.", 1), value) for name, value in group.properties]
             junit.add_properties(self._config, named)
         self._lines, error = write_gate_report(self._config, next(iter(self._campaigns.values())).run_dir)
@@ -219,19 +226,19 @@ class Controller:
         """A failed test for each gate of an arm whose worker said nothing of it at the end."""
         for nodeid in self._collected:
             if self._arm_of(nodeid) == arm and nodeid not in self._heard:
-                place = nodeid.partition("::")[0]
-                report_failed(self._config, nodeid, (place, None, nodeid), f"{arm}: not run: {self._why()}")
+                file, _, name = nodeid.partition("::")
+                report_failed(self._config, nodeid, (file, None, name), f"{arm}: no verdict: {self._why()}")
 
     def _why(self) -> str:
         lost = ", ".join(f"worker {name} ended: {error}" for name, error in self._lost.items())
-        return lost or "no worker was given its gates, or it was cut short"
+        return lost or "the run was cut short, or no worker was given its gates"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Each arm's table, in the order of the command line."""
         for arm in self._campaigns:
             group = self._groups.get(arm)
             terminalreporter.section(f"qualification of {arm if group is None else group.title}")
-            for line in [f"no verdict of this run: {self._why()}"] if group is None else group.lines:
+            for line in [f"no verdict: {self._why()}"] if group is None else group.lines:
                 terminalreporter.write_line(line)
         for line in self._lines:
             terminalreporter.write_line(line)

@@ -206,7 +206,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
-    if config.getoption("arm") and (hasattr(config, "workerinput") or config.getoption("numprocesses", None)):
+    distributed = config.getoption("numprocesses", None) or config.getoption("tx", None)
+    if config.getoption("arm") and (distributed or hasattr(config, "workerinput")):
         from pytest_kvqual.distributed import configure
 
         configure(config)

@@ -129,9 +129,8 @@ class FakeCampaign:
         folder = self.run_dir / "receipts"
         folder.mkdir(parents=True, exist_ok=True)
         document = {"gate": verdict.gate, "outcome": verdict.outcome.value, "figure": verdict.figure}
-        worker = os.environ.get("PYTEST_XDIST_WORKER")
-        if worker is not None:
-            document |= {"arm": self.arm, "worker": worker, "cpus": os.environ.get("KVQUAL_CPUS", "")}
+        if cpus := os.environ.get("KVQUAL_CPUS"):
+            document |= {"arm": self.arm, "worker": os.environ["PYTEST_XDIST_WORKER"], "cpus": cpus}
         number = len(list(folder.iterdir()))
         while True:
             path = folder / f"{number:02d}-{verdict.gate}.json"

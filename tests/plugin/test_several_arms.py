@@ -10,6 +10,7 @@ import pytest
 
 # Before pytester remembers what is imported: what it forgets after a test could not be replaced in the next.
 from pytest_kvqual import distributed
+from pytest_kvqual.server import devices
 
 if TYPE_CHECKING:
     from tests.plugin.conftest import Runner
@@ -71,9 +72,9 @@ def test_a_killed_worker(gates: Runner) -> None:
     result.stdout.fnmatch_lines(
         [
             "*worker 'gw?' crashed while running 'qualification/test_01_routing.py::test_routing[[]native[]]'",
-            "native: not run: worker gw? ended: *",
+            "native: no verdict: worker gw? ended: *",
             "*qualification of native*",
-            "no verdict of this run: worker gw? ended: *",
+            "no verdict: worker gw? ended: *",
             "*qualification of candidate at length 1024*",
             "parity *PASS *",
         ]
@@ -148,12 +149,21 @@ def test_more_workers_than_devices(gates: Runner, monkeypatch: pytest.MonkeyPatc
     """A worker too many is a usage error that says how many there may be, on CPUs as on GPUs."""
     assert "CPUs that this process may run on, expected at least 999" in refusal(gates, "-m", "cpu", *TWO, workers=999)
     monkeypatch.setattr(distributed, "gpu_found", lambda: True)
-    monkeypatch.setattr(distributed.devices, "devices_of_host", lambda: ())
+    monkeypatch.setattr(devices, "devices_of_host", lambda: ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7")
     conftest = gates.pytester.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace('platform="cpu"', 'platform="gpu"', 1))
     assert refusal(gates, "-m", "gpu", *TWO) == (
         "-n 2: found 1 devices in CUDA_VISIBLE_DEVICES=MIG-7, expected at least 2, 1 for each worker (give -n 1)"
+    )
+
+
+def test_an_environment_that_names_devices_is_refused(gates: Runner) -> None:
+    """A study that chooses devices itself would put two workers on one."""
+    conftest = gates.pytester.path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("environment={}", 'environment={"CUDA_VISIBLE_DEVICES": "0"}', 1))
+    assert refusal(gates, "-m", "cpu", *TWO).startswith(
+        "study fake: found CUDA_VISIBLE_DEVICES in the environment of the engine, expected none: "
     )
 
 

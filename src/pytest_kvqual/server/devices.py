@@ -44,7 +44,8 @@ def devices_of_host() -> tuple[Device, ...]:
     """What the driver lists, whatever ``CUDA_VISIBLE_DEVICES`` says; none where no driver answers."""
     from pytest_kvqual.worker.device import read
 
-    found = read()["devices"]
+    # Not vLLM's copy of the module: this process does not import the engine.
+    found = read(modules=("pynvml",))["devices"]
     listed = found if isinstance(found, list) else []
     return tuple(Device(index=int(it["index"]), uuid=str(it["uuid"]), name=str(it["name"])) for it in listed)
 
