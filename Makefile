@@ -25,7 +25,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256s
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv model qualify campaign audit controls controls-from-start test unit engine lint types imports freeze panels clean
+.PHONY: help venv model qualify campaign audit controls controls-from-start test unit engine lint types imports freeze reference panels clean
 
 help:
 	@sed -n '1,5s/^# //p' Makefile
@@ -103,6 +103,10 @@ imports: venv
 
 freeze: venv
 	$(BIN)/kvqual freeze
+
+# docs/reference, from the code; a test holds them against each other.
+reference: venv
+	$(BIN)/python scripts/make_reference.py
 
 panels: model
 	$(BIN)/python studies/smollm2-cpu/build.py --model "$$($(BIN)/kvqual model)"

@@ -206,7 +206,7 @@ class Campaign:
         if "gsm8k" in gates:
             self._gsm8k_panel = self._built_gsm8k()
         if any(gate in TIMING_GATES for gate in gates):
-            self._timing.prepare()
+            self._timing.prepare(gates)
         self._claim(self.run_dir)
         self._claim_devices()
         # What other arms' runs capture from now on is not used: whose controls a receipt rests on must not be a race.

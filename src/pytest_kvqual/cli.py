@@ -36,8 +36,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvqual {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, *, zero: str = "done", one: str = ""
+    ) -> argparse.ArgumentParser:
+        """A command; ``zero`` and ``one`` say what those exit statuses mean, where ``one`` is there at all."""
+        statuses = [
+            f"0 {zero}",
+            *([f"1 {one}"] if one else []),
+            "2 wrong usage, or an error: one line on standard error",
+        ]
+        found = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"Exit status: {'; '.join(statuses)}.",
+        )
         found.set_defaults(run=run)
         return found
 
@@ -45,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         found.add_argument(
             "study", nargs="?", default=DEFAULT_STUDY, metavar="STUDY", help="name or path (default: %(default)s)"
         )
-        found.add_argument("--format", metavar="NAME", help="the format of the model, where the study has several")
+        found.add_argument(
+            "--format", metavar="NAME", help="the format of the model, where the study has several (default: its first)"
+        )
 
     freeze = command("freeze", _freeze, "write the lock of a study")
     study_of(freeze)
@@ -68,7 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     model = command("model", _model, "build or verify the model folder of a study, and print its path")
     study_of(model)
     model.add_argument("--rebuild", action="store_true", help="build again, and replace what is there")
-    doctor = command("doctor", _doctor, "say what this host has of what a study needs")
+    doctor = command(
+        "doctor",
+        _doctor,
+        "say what this host has of what a study needs",
+        zero="nothing must be mended",
+        one="something must be mended",
+    )
     study_of(doctor)
     doctor.add_argument("--gsm8k", type=Path, metavar="FILE", help="look at this test set; else at the hub's cache")
     prepare = command(
@@ -77,33 +98,57 @@ def _parser() -> argparse.ArgumentParser:
     study_of(prepare)
     prepare.add_argument("--model", type=Path, required=True, metavar="DIR", help="the folder of the declared revision")
     prepare.add_argument("--bible", type=Path, metavar="FILE", help="the King James text (default: run `bible`)")
-    prepare.add_argument("--topics", type=Path, metavar="FILE", help="CPython 3.11.7's pydoc_data/topics.py")
+    prepare.add_argument(
+        "--topics", type=Path, metavar="FILE", help="CPython 3.11.7's pydoc_data/topics.py (default: this Python's)"
+    )
     prepare.add_argument(
         "--calibrate", action="store_true", help="write the V scales too: boots the study's first control"
     )
     checkout = command("checkout", _checkout, "print a checkout's tables for a kvqual-install.toml")
     checkout.add_argument("path", type=Path, metavar="PATH", help="the root of the checkout")
-    checkout.add_argument("--name", default="vllm", choices=("vllm", "flashinfer"), help="default: %(default)s")
-    checkout.add_argument("--arm", default="candidate", metavar="ARM", help="default: %(default)s")
+    checkout.add_argument(
+        "--name", default="vllm", choices=("vllm", "flashinfer"), help="whose checkout it is (default: %(default)s)"
+    )
+    checkout.add_argument(
+        "--arm", default="candidate", metavar="ARM", help="the arm that runs it (default: %(default)s)"
+    )
     report = command(
         "report",
         _report,
         "print the verdicts of a run directory as written; fail unless the newest of each gate is PASS",
+        zero="the newest receipt of each gate is an undamaged PASS",
+        one="one is not",
     )
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run directory")
     report.add_argument("--prefix", default="", help="as given to the run")
     report.add_argument("--html", type=Path, metavar="FILE", help="write the gate report there, as one page")
     report.add_argument("--junit", type=Path, metavar="FILE", help="write it there as JUnit (xunit2), for CI")
     audit = command(
-        "audit", _audit, "re-derive every verdict of a run directory from its raw records; fail unless it passes"
+        "audit",
+        _audit,
+        "re-derive every verdict of a run directory from its raw records; fail unless it passes",
+        zero="PASSED: all that the study requires holds",
+        one="FAILED",
     )
     add_audit_arguments(audit)
-    verify = command("verify", _verify, "read recordings again, with code of its own; fail unless each is consistent")
+    verify = command(
+        "verify",
+        _verify,
+        "read recordings again, with code of its own; fail unless each is consistent",
+        zero="verified",
+        one="findings",
+    )
     add_verify_arguments(verify)
     metrics = command("metrics", _metrics, "print the figures of a recording, each with its unit")
     metrics.add_argument("file", type=Path, metavar="RECORD", help="a cell-….jsonl of an attempt")
     metrics.add_argument("--formulas", action="store_true", help="print the definition under each figure")
-    replay = command("replay", _replay, "check the reproducer of a finding again; fail where the finding is reproduced")
+    replay = command(
+        "replay",
+        _replay,
+        "check the reproducer of a finding again; fail where the finding is reproduced",
+        zero="the finding is not reproduced",
+        one="the finding is reproduced",
+    )
     replay.add_argument("file", type=Path, metavar="FILE", help="a reproducer-….npz of an attempt")
 
     def gate_of(found: argparse.ArgumentParser, total: str) -> None:
@@ -116,7 +161,11 @@ def _parser() -> argparse.ArgumentParser:
         )
 
     bound = command(
-        "bound", _bound, "the upper bound of a loss probability against its limit; fail where it is not below"
+        "bound",
+        _bound,
+        "the upper bound of a loss probability against its limit; fail where it is not below",
+        zero="the bound is below the limit",
+        one="it is not",
     )
     bound.add_argument(
         "--lost", required=True, metavar="N", help="questions right in the control, not in the candidate"

@@ -150,7 +150,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--run-dir",
         metavar="DIR",
         type=_folder,
-        help="where evidence and receipts go (default: .kvqual/STUDY under the root folder)",
+        help="where evidence and receipts go (default: .kvqual/STUDY or .kvqual/STUDY-FORMAT under the root folder)",
     )
     group.addoption(
         "--gate-report",

@@ -8,7 +8,7 @@ make, so that whatever becomes of it, there is no second one in a run directory 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -105,11 +105,15 @@ class Timing:
 
         return read_traces(self._campaign.study, self._campaign.selection.length.tokens)
 
-    def prepare(self) -> None:
+    def prepare(self, gates: Sequence[str]) -> None:
         """Check the plan, and where this run has a trial, that it is one of the plan's and was never begun.
 
+        Args:
+            gates: What this run decides.
+
         Raises:
-            StudyError: No plan, another plan, or a block or arm that is not in it.
+            StudyError: No plan, another plan, a block or arm that is not in it, or superiority of an arm that no
+                comparison has as its candidate.
             RefusedError: The trial was begun before.
         """
         from pytest_kvqual.study.plan import trials
@@ -119,6 +123,13 @@ class Timing:
             # Fidelity alone is required: there is nothing to plan yet.
             return
         plan = self.plan()
+        compared = list(dict.fromkeys(comparison.candidate for comparison in self.rules().comparisons))
+        if "superiority" in gates and arm not in compared:
+            raise StudyError(
+                f"--arm: found {arm}, expected for superiority a candidate of the plan's comparisons: "
+                f"{', '.join(compared)}",
+                advice="a control is timed with --block",
+            )
         if block is None:
             return
         of_arm = [number for name, number in trials(plan) if name == arm]

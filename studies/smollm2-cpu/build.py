@@ -52,6 +52,7 @@ RECIPE = Recipe(
     timing={1024: (1000, 32, 6)},
     timing_tokens=24,
     canaries=("p05", "p20", "p29", "p30"),
+    echo=False,
     calibration=(("cpython", 1024), ("kjv", 1024), ("cpython", 1024), ("kjv", 1024)),
     anew=False,
 )

@@ -87,7 +87,6 @@ def replay(
     [
         ("smollm2-cpu", "native", {"nan-fill"}),
         ("smollm2-cpu", "candidate", set()),
-        ("smollm2-cpu-fp8", "fp8-e4m3-toward-zero", set()),
         ("smollm2-cpu-fp8", "fp8-e5m2-toward-zero", {"nan-fill"}),
     ],
 )
@@ -137,10 +136,9 @@ def test_healthy_passes(
         assert "bytes of the output changed with cells that nobody wrote" in lines[1]
 
 
-@pytest.mark.parametrize("arm", ["fp8-e4m3", "fp8-e5m2"])
-def test_the_stock_8_bit_cache_is_not_what_is_defined(arm: str, tmp_path: Path) -> None:
+def test_the_stock_8_bit_cache_is_not_what_is_defined(tmp_path: Path) -> None:
     """By definition some cells are wrong and maps and slots are not; without a declaration nothing is said of cells."""
-    selection = select(load_study("smollm2-cpu-fp8"), arm=arm, length=1024, cache_bytes=None)
+    selection = select(load_study("smollm2-cpu-fp8"), arm="fp8-e4m3", length=1024, cache_bytes=None)
     panel = pass_panels(selection)["pressure"]
     with serving(selection, tmp_path / "server.log") as server:
         record = oracle(server, selection, panel)

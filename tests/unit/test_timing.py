@@ -113,7 +113,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def refused(timing: Timing) -> str:
     """The one line with which preparing is refused."""
     with pytest.raises(KvqualError) as caught:
-        timing.prepare()
+        timing.prepare(("fidelity", "trial"))
     assert "\n" not in caught.value.line()
     return caught.value.line()
 
@@ -125,7 +125,7 @@ def refused(timing: Timing) -> str:
 def test_a_trial_of_the_plan_may_begin(make: Make, arm: str, block: int) -> None:
     """Every arm in a measured block, the null arm in an A/A block; preparing leaves nothing behind."""
     campaign, timing = make(arm=arm, block=block)
-    timing.prepare()
+    timing.prepare(("fidelity", "trial"))
     assert not campaign.run_dir.exists()
 
 
@@ -169,12 +169,21 @@ def test_an_edited_trace_is_another_plan(make: Make, timed: TinyStudy) -> None:
     assert "16.json" in refused(make()[1])
 
 
+def test_superiority_is_of_a_candidate(make: Make) -> None:
+    """An arm that no comparison has as its candidate gets no statistics, and is told how it is timed."""
+    with pytest.raises(StudyError, match="found native, expected for superiority a candidate of the plan's") as caught:
+        make(arm="native", block=None)[1].prepare(("fidelity", "superiority"))
+    assert "a control is timed with --block" in caught.value.line()
+    make(block=None)[1].prepare(("fidelity", "superiority"))
+    make(arm="native", block=None)[1].prepare(("fidelity",))
+
+
 def test_fidelity_alone_needs_no_plan(make: Make) -> None:
     """A study whose recorder is checked and that times nothing yet has no plan to check; a block is still refused."""
     campaign, _ = make()
     study = replace(campaign.study, timing={})
     campaign.selection = replace(campaign.selection, study=study)
-    Timing(cast(Campaign, campaign), block=None).prepare()
+    Timing(cast(Campaign, campaign), block=None).prepare(("fidelity", "trial"))
     assert "found no timing plan at length 16, expected one of none" in refused(
         Timing(cast(Campaign, campaign), block=1)
     )
@@ -203,8 +212,8 @@ def test_a_second_attempt_is_refused(make: Make, measured: list[int]) -> None:
     with pytest.raises(RefusedError, match="the mark of another attempt at it, expected none"):
         make()[1].judge("trial")
     assert measured == [1]
-    make(block=2)[1].prepare()
-    make(arm="native")[1].prepare()
+    make(block=2)[1].prepare(("fidelity", "trial"))
+    make(arm="native")[1].prepare(("fidelity", "trial"))
 
 
 def test_a_trial_that_failed_is_not_repeated(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,9 @@ def _audit(tree: Tree, options: Options) -> Result:
         report.find(6, f"{stored.FOLDER}/{folder.name}", "found no receipt that can be read, expected one of each gate")
         return result
     result.scope = scope
+    if options.length not in (None, scope.length) or options.cache_bytes not in (None, scope.cache_bytes):
+        # Another run's evidence says nothing of this one's: what does not fit has been named, and nothing follows.
+        return result
     result.inputs = {receipt.name: receipt.sha256 for receipt in newest.values()}
     frozen = study.read(tree, scope.lock, scope.length, report)
     if frozen is None:

@@ -108,13 +108,6 @@ QUESTIONS: Final = (
     "Describe the difference between a list and a tuple in Python, and give one short example of each.",
 )
 
-#: Those with one answer, so that no token of it is near a tie that the other requests of a batch could turn.
-CANARIES: Final = tuple(
-    QUESTIONS.index(question)
-    for question in QUESTIONS
-    if question.startswith(("What is 12 + 7?", "Name the planets", "Complete the list", "Write the names of the four"))
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -133,6 +126,8 @@ class Recipe:
         timing: The size of a prompt, and the number of measured and of warm-up ones.
         timing_tokens: Tokens to generate of each.
         canaries: The parity items that are sent along, by id.
+        echo: The excerpts of canaries are repeated, so that what comes next stands in the prompt: no token of an answer
+            is near a tie that the other requests of a batch could turn.
         calibration: Windows for the scales: the name of the text and the size of each.
         anew: Retrieval's fillers and timing's prompts begin at the texts' beginnings again.
     """
@@ -149,6 +144,7 @@ class Recipe:
     timing: Mapping[int, tuple[int, int, int]]
     timing_tokens: int
     canaries: tuple[str, ...]
+    echo: bool
     calibration: tuple[tuple[str, int], ...]
     anew: bool
 
@@ -180,7 +176,7 @@ def recipe_of(study: Study) -> Recipe:
 
     Raises:
         StudyError: The study asks for fewer parity prompts than there are :data:`QUESTIONS`, or for more canaries at a
-            length than there are :data:`CANARIES`.
+            length than parity has excerpts.
     """
     block, parity, documents = study.engine.block_size, study.parity, study.nll.documents
     if parity.prompts < len(QUESTIONS):
@@ -189,8 +185,11 @@ def recipe_of(study: Study) -> Recipe:
     prompts = sorted({1, *(tokens for tokens in (*around, *ORACLE_PROMPTS) if tokens > 0)})
     few = {length: documents * 3 // 16 if length >= LONG else documents // 2 for length in study.lengths}
     canaries = max((sum(cell.canaries for cell in rules.cells) for rules in study.timing.values()), default=0)
-    if canaries > len(CANARIES):
-        raise StudyError(f"canaries: found {canaries} in the cells of a length, expected at most {len(CANARIES)}")
+    if canaries > parity.prompts - len(QUESTIONS):
+        raise StudyError(
+            f"canaries: found {canaries} in the cells of a length, expected at most {parity.prompts - len(QUESTIONS)}, "
+            f"the excerpts of {parity.prompts} parity prompts"
+        )
     return Recipe(
         documents={
             length: (("cpython", few[length]), ("kjv", documents - few[length]))
@@ -219,7 +218,8 @@ def recipe_of(study: Study) -> Recipe:
             for length, rules in study.timing.items()
         },
         timing_tokens=max((cell.max_tokens for rules in study.timing.values() for cell in rules.cells), default=0),
-        canaries=tuple(f"p{index:02d}" for index in CANARIES[:canaries]),
+        canaries=tuple(f"p{len(QUESTIONS) + i:02d}" for i in range(canaries)),
+        echo=True,
         calibration=CALIBRATION,
         anew=True,
     )
@@ -339,7 +339,9 @@ def _panels(
 
     prompts = [list(chat(question)) for question in QUESTIONS]
     for i, tokens in enumerate(recipe.parity_excerpts):
-        prompts.append(first["kjv" if i % 2 else "cpython"].take(tokens))
+        excerpt = first["kjv" if i % 2 else "cpython"].take(tokens)
+        echoed = recipe.echo and f"p{len(prompts):02d}" in recipe.canaries
+        prompts.append([*excerpt, *excerpt, *excerpt[: tokens // 2]] if echoed else excerpt)
     parity: list[dict[str, object]] = [
         {"id": f"p{i:02d}", "prompt": ids, "max_tokens": recipe.parity_tokens} for i, ids in enumerate(prompts)
     ]

@@ -17,6 +17,7 @@ from typing import Final, Literal, cast
 
 from pytest_kvqual._decode import Table, nearest, one_line, parse_json
 from pytest_kvqual.errors import StudyError
+from pytest_kvqual.study import keys
 from pytest_kvqual.study.model import (
     Arm,
     Cell,
@@ -68,13 +69,10 @@ GATES: Final = (
 #: The gates that read the oracle's records, and whose findings have kinds that a control's waiver can name.
 ORACLE_GATES: Final = ("stale-maps", "routing", "shifted-outputs", "placement", "replay")
 #: The passes of the oracle panel that a study may ask for.
-PASSES: Final = ("model", "probe", "pressure", "rotated")
+PASSES: Final = tuple(keys.PASSES)
 ROTATED: Final = "rotated"
 #: The conditions of the workload that the oracle counts, and that a study may insist on.
-CONDITIONS: Final = (
-    "mixed", "chunked", "below-block", "at-block", "above-block", "reused-block", "top-of-pool", "shrinking-batch",
-    "prefix-hit", "resumed", "padding", "replayed",
-)  # fmt: skip
+CONDITIONS: Final = tuple(keys.CONDITIONS)
 #: Bounds of a timing plan: what nobody can run in a lifetime is a slip of the pen.
 _MOST_BLOCKS, _MOST_REQUESTS, _LONGEST_S, _MOST_TTFT_MS = 1_000, 1_000_000, 86_400.0, 60_000.0
 _WARM_UP = "warm-up"
@@ -93,50 +91,27 @@ _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 _FUNCTION = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 _DTYPE = r"torch\.[a-z][a-z0-9_]*"
 _KIND = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
-_TOP = (
-    "schema", "name", "platform", "schedule", "determinism", "model", "engine", "arms", "lengths", "oracle", "parity",
-    "nll", *SCORED_TASKS, "fidelity", "timing", "gates", "waivers",
-)  # fmt: skip
-_MODEL = (
-    "name", "source", "layers", "query_heads", "kv_heads", "head_size", "vocabulary", "files", "repository", "revision",
-)  # fmt: skip
-_FORMAT = ("repository", "revision", "dtype", "files", "flags")
+_TOP = keys.names_of("")
+_MODEL = keys.names_of("[model]")
+_FORMAT = keys.names_of("[model.formats.NAME]")
 _DTYPES = ("float16", "bfloat16")
 _COMMIT = r"[0-9a-f]{40}"
-_ENGINE = (
-    "distribution", "version", "block_size", "max_num_seqs", "max_num_batched_tokens", "flags", "boot_timeout_s",
-    "request_timeout_s", "unset", "environment", "tensor_parallel_size",
-)  # fmt: skip
-_ARM = (
-    "role", "attention_backend", "kv_format", "interpreter", "pythonpath", "flags", "environment", "before_load",
-    "after_init", "scales", "kernels", "kernels_absent", "cache_dtype", "installed",
-)  # fmt: skip
-_LENGTH = ("cache_bytes", "max_model_len", "wave_size", "panels", "questions")
-_PANELS = ("nll", "oracle", "retrieval", "recall")
+_ENGINE = keys.names_of("[engine]")
+_ARM = keys.names_of("[arms.NAME]")
+_LENGTH = keys.names_of("[lengths.TOKENS]")
+_PANELS = keys.names_of("[lengths.TOKENS.panels]")
 #: gsm8k has none: its panel is built from the test set when it is asked for.
 _NEEDS_PANEL = {**dict.fromkeys(ORACLE_GATES, "oracle"), **{name: name for name in ("nll", "retrieval", "recall")}}
-_PRESERVATION = (
-    "limit", "confidence", "floor", "max_tokens", "stop", "run_on", "reasoning", "empty_share", "truncated_share",
-    "error_share", "poison_questions",
-)  # fmt: skip
-_SOURCE = ("sha256", "repository", "revision", "file")
-_ORACLE = (
-    "passes", "conditions", "minimum_cells", "minimum_rows", "ambiguous_rows", "short_prompt_tokens",
-    "poison_prompt_tokens", "free_blocks", "rotation",
-)  # fmt: skip
-_FIDELITY = (
-    "rate", "concurrency", "requests", "tokens", "lateness_p99_ms", "ttft_error_p50_ms", "ttft_error_p99_ms",
-    "tpot_error_p99_ms",
-)  # fmt: skip
-_TIMING = (
-    "panel", "plan", "arms", "blocks", "null_arm", "null_pairs", "warm_up", "settle_s", "cells", "comparisons", "alpha",
-    "confidence", "practical", "lateness_fraction", "server_ttft_ms", "failed_share", "cold",
-)  # fmt: skip
-_CELL = (
-    "name", "mode", "arrivals", "rate", "seed", "concurrency", "requests", "canaries", "max_tokens", "trace",
-)  # fmt: skip
-_COMPARISON = ("candidate", "control", "cell", "metric", "better")
-_WAIVER = ("arm", "gate", "finding", "reproducer", "reason")
+_SOURCE = keys.names_of("[gsm8k.source]")
+_ORACLE = keys.names_of("[oracle]")
+_PARITY = keys.names_of("[parity]")
+_NLL = keys.names_of("[nll]")
+_FIDELITY = keys.names_of("[fidelity]")
+_TIMING = keys.names_of("[timing.LENGTH]")
+_CELL = keys.names_of("[[timing.LENGTH.cells]]")
+_COMPARISON = keys.names_of("[[timing.LENGTH.comparisons]]")
+_GATE = keys.names_of("[gates.NAME]")
+_WAIVER = keys.names_of("[[waivers]]")
 
 
 def studies_folder() -> Path:
@@ -267,7 +242,7 @@ def _of_the_format(
             )
         return document, None, ()
     top = Table(document, origin=origin, error=StudyError, known=_TOP)
-    outer = top.table("model", known=(*_MODEL, "formats"))
+    outer = top.table("model", known=_MODEL)
     tables = outer.named_tables("formats", known=_FORMAT)
     if not tables:
         outer.fail("formats", "no format", "at least one, or no such table")
@@ -372,8 +347,7 @@ def _study(top: Table, directory: Path) -> Study:
     if not any(arm.role == "control" for arm in arms.values()):
         top.fail("arms", 'no arm with role = "control"', "at least one: it is each gate's null")
     gates = _gates(top)
-    nll_table = top.table("nll", known=("documents", "decode_steps", "margin_nats", "confidence", "poison_documents"))
-    nll = _nll(nll_table)
+    nll = _nll(top.table("nll", known=_NLL))
     lengths = _lengths(top, place, engine, nll, gates)
     sections = _sections(top, gates)
     determinism = cast(Determinism, top.choice("determinism", ("order-invariant", "rotation-diagnostic")))
@@ -393,7 +367,7 @@ def _study(top: Table, directory: Path) -> Study:
         determinism=determinism,
         gates=gates,
         oracle=oracle,
-        parity=_parity(top.table("parity", known=("panel", "prompts", "max_tokens")), place),
+        parity=_parity(top.table("parity", known=_PARITY), place),
         nll=nll,
         preservation={name: _preservation(table, name, lengths) for name, table in sections.items()},
         gsm8k_source=_gsm8k_source(sections["gsm8k"], directory) if "gsm8k" in sections else None,
@@ -605,8 +579,7 @@ def _sections(top: Table, gates: tuple[GatePlan, ...]) -> dict[str, Table]:
     for name in SCORED_TASKS:
         if top.has(name) and name not in required:
             top.fail(name, "rules of a gate that is not required", "none", advice=f"list [gates.{name}] as required")
-    known = {name: (*_PRESERVATION, "source", "shots") if name == "gsm8k" else _PRESERVATION for name in required}
-    return {name: top.table(name, known=known[name]) for name in required}
+    return {name: top.table(name, known=keys.names_of(f"[{name}]")) for name in required}
 
 
 def _preservation(table: Table, name: str, lengths: dict[int, Length]) -> PreservationRules:
@@ -678,7 +651,7 @@ def _gates(top: Table) -> tuple[GatePlan, ...]:
         top.fail("gates", "no gate", "at least one")
     plans = []
     for name in names:
-        table = outer.table(name, known=("state", "timing"))
+        table = outer.table(name, known=_GATE)
         timing = table.boolean("timing", False)
         if timing is not (name in TIMING_GATES):
             table.fail("timing", str(timing).lower(), f"{str(not timing).lower()} for the gate '{name}'")

@@ -112,6 +112,22 @@ def test_oracle_requests_lie_around_the_blocks_and_begin_apart(world: SimpleName
         assert sum(opened) >= 5
 
 
+def test_what_a_canary_answers_stands_in_its_prompt(world: SimpleNamespace) -> None:
+    """Each canary is a parity prompt of a text that is repeated, and no two canaries of a length begin alike."""
+    lines(world)
+    study = load_study(world.study)
+    parity = {item["id"]: item["prompt"] for item in json.loads(study.parity.panel.read_text())["items"]}
+    for rules in study.timing.values():
+        items = json.loads(rules.panel.read_text())["items"]
+        canaries = [item for item in items if item["grade"] == "canary"]
+        assert len(canaries) == sum(cell.canaries for cell in rules.cells) > 0
+        for item in canaries:
+            assert item["prompt"] == parity[item["expected"]]
+            size = len(item["prompt"])
+            assert any(item["prompt"][by:] == item["prompt"][:-by] for by in range(1, size // 2))
+        assert len({tuple(item["prompt"][: study.engine.block_size]) for item in canaries}) == len(canaries)
+
+
 def test_every_question_has_its_answer_in_its_text(world: SimpleNamespace) -> None:
     """A retrieval prompt of exactly the declared size holds the sentence that gives the word asked for, once."""
     lines(world)
