@@ -1,16 +1,13 @@
-"""What every test needs. Fixtures of one kind of test live beside it."""
+"""Fixtures that tests of several rooms share."""
+
+from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-pytest_plugins = ["pytester"]
-
-# Two test processes share two cores: how long one example takes says nothing.
-settings.register_profile("kvqual", deadline=None)
-settings.load_profile("kvqual")
+from tiny_study import TinyStudy
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,3 +15,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="kvqual-locks-")
     config.add_cleanup(folder.cleanup)
     os.environ["KVQUAL_LOCK_DIR"] = folder.name
+
+
+@pytest.fixture
+def tiny_study(tmp_path: Path) -> TinyStudy:
+    """A whole study of a few kilobytes in a folder of its own: ``tmp_path/project/studies/tiny``."""
+    return TinyStudy.write(tmp_path / "project" / "studies" / "tiny")
