@@ -30,8 +30,8 @@ from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import build as statement_of
 from pytest_kvqual.receipt.write import write
 from pytest_kvqual.report.gate.latencies import rank
-from pytest_kvqual.study.model import Study
-from pytest_kvqual.study.plan import MEASURED, NULL, Block, Plan, PlannedComparison, Reachable
+from pytest_kvqual.study.model import Comparison, Study
+from pytest_kvqual.study.plan import MEASURED, NULL, Block, Plan, Reachable
 
 BLOCKS: Final = (1, 2, 3, 4, 5, 6)
 PAIR: Final = (7, 8)
@@ -244,7 +244,7 @@ def _judged(block: int, figures: dict[tuple[str, str], float], requests: int) ->
 
 def _plan(run: FullRun) -> Plan:
     control, cell, metric = COMPARED
-    comparison = PlannedComparison(candidate=CANDIDATE, control=control, cell=cell, metric=metric, better="lower")
+    comparison = Comparison(candidate=CANDIDATE, control=control, cell=cell, metric=metric, better="lower")
     blocks = [Block(block=block, kind=MEASURED, order=ARMS) for block in BLOCKS]
     blocks += [Block(block=block, kind=NULL, order=CONTROLS[:1]) for block in PAIR]
     return Plan(
