@@ -13,6 +13,7 @@ It only wires: no threshold and no judgement is here. In order:
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -167,6 +168,7 @@ class Campaign:
         self._deferred: dict[str, KvqualError] = {}
         self._activity = Activity()
         self._claims = contextlib.ExitStack()
+        self._controls_there: set[Path] | None = None
         self._model = Path()
         self._lock = ""
         self._implementation = ""
@@ -206,8 +208,13 @@ class Campaign:
         if any(gate in TIMING_GATES for gate in gates):
             self._timing.prepare(gates)
         self._claim(self.run_dir)
+        self._claim_devices()
+        # What other arms' runs capture from now on is not used: whose controls a receipt rests on must not be a race.
+        self._controls_there = {
+            path for arm in self._control_arms() for path, ended in self._attempts(arm.name).items() if ended
+        }
         keep(self.study, lock, self.run_dir)
-        return [*self._open(), *self._stale()]
+        return [*self._open(), *self._unfinished(), *self._stale()]
 
     def _open(self) -> list[str]:
         """One line where the arm's KV format has no declaration: what this run cannot show."""
@@ -215,6 +222,24 @@ class Campaign:
         if is_declared(arm.kv_format) or not without:
             return []
         return [f"arm {arm.name}: the KV format '{arm.kv_format}' has no declaration: {', '.join(without)} cannot pass"]
+
+    def _unfinished(self) -> list[str]:
+        """One line for each attempt of this arm that never came to an outcome. It stays, and nothing is read of it."""
+        return [
+            f"{path.parent.name}/{path.name}: found no outcome.json: its process was killed, or captures it now as "
+            "another arm's control; it counts for nothing"
+            for path, ended in self._attempts(self.arm).items()
+            if not ended
+        ]
+
+    def _attempts(self, arm: str) -> dict[Path, bool]:
+        """The attempts at an arm that are there, in order, and whether each came to an outcome."""
+        from pytest_kvqual.evidence import layout
+
+        length, cache_bytes = self.selection.length.tokens, self.selection.cache_bytes
+        folder = layout.scope_folder(self.run_dir, arm=arm, length=length, cache_bytes=cache_bytes, prefix=self.prefix)
+        paths = [layout.attempt_folder(folder, number) for number in layout.numbers(folder)]
+        return {path: (path / layout.OUTCOME).exists() for path in paths}
 
     def _built_gsm8k(self) -> bytes:
         """The panel of the GSM8K test set, which no study holds, checked like one that a study does."""
@@ -287,11 +312,13 @@ class Campaign:
         try:
             place.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(place).free
-            lock = FileLock(place / ".lock", timeout=0)
+            # One run of an arm; others may write beside it. Receipts and attempts are numbered by who makes them first.
+            length, cache_bytes = self.selection.length.tokens, self.selection.cache_bytes
+            lock = FileLock(place / f".{self.prefix}{self.arm}-{length}-{cache_bytes}.lock", timeout=0)
             lock.acquire()
         except Timeout:
             raise EvidenceError(
-                f"{place}: found another run that uses it, expected none",
+                f"{place}: found another run of {self.arm} that uses it, expected none",
                 advice="wait for it, or give another --run-dir",
             ) from None
         except OSError as error:
@@ -304,6 +331,32 @@ class Campaign:
                 f"{place}: found {free} bytes free, expected at least {FREE_BYTES} for evidence",
                 advice="free space there, or give another --run-dir",
             )
+
+    def _claim_devices(self) -> None:
+        """Hold the devices of every arm that may boot, and the host: alone where this run times, else with others.
+
+        Raises:
+            RefusedError: Another run has one of them.
+        """
+        from pytest_kvqual.server.command import environment
+        from pytest_kvqual.server.devices import devices_of_host, hold, in_use
+
+        study, on_gpu = self.study, self.study.platform == "gpu"
+        timed = not self._gates or any(gate in TIMING_GATES for gate in self._gates)
+        other = "another run on this host, expected none while an arm is timed"
+        taken = f"found {other if timed else 'a run on this host that times an arm, expected none'}"
+        self._claims.enter_context(hold("host", taken, shared=not timed))
+        arms = (self.selection.arm, *self._control_arms())
+        # An arm may name its devices itself; the CPUs of a worker are nobody's but the worker's.
+        environments = [environment(replace(self.selection, arm=arm), inherited=os.environ) for arm in arms]
+        host, each = devices_of_host() if on_gpu else (), study.engine.tensor_parallel_size
+        found = [
+            name
+            for env in (environments if on_gpu else [os.environ])
+            for name in in_use(env, platform=study.platform, each=each, host=host)
+        ]
+        for name in dict.fromkeys(found):
+            self._claims.enter_context(hold(name, f"{name}: found another run that uses this device, expected none"))
 
     def scope_of(self, arm: Arm) -> Scope:
         """The scope of an arm of the study at this campaign's length and pool."""
@@ -596,7 +649,16 @@ class Campaign:
 
         names = self._control_names(arm, self._gates)
         scope = self._scope(arm)
-        reader = Reader.latest(self.run_dir, scope, prefix=self.prefix, names=names)
+        # Those that this arm's receipts rest on come first: another arm's run may have captured the control since.
+        cited = {
+            file.rpartition("/")[0]
+            for receipt in self._receipts().receipts
+            if receipt.scope == self.own_scope()
+            for file in receipt.evidence
+        }
+        reader = Reader.latest(
+            self.run_dir, scope, prefix=self.prefix, names=names, known=self._controls_there, first=cited
+        )
         if reader is not None:
             self._progress(f"{arm.name}: captured earlier in {reader.name}")
             return reader

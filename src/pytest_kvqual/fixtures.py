@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def campaign(request: pytest.FixtureRequest) -> Campaign:
+def kvqual_arm(request: pytest.FixtureRequest) -> str | None:
+    """The arm of a gate's group under ``-n``; None in a run of one process, which has one arm."""
+    name: str | None = getattr(request, "param", None)
+    return name
+
+
+@pytest.fixture(scope="session")
+def campaign(request: pytest.FixtureRequest, kvqual_arm: str | None) -> Campaign:
     """The campaign of this session (see :mod:`pytest_kvqual.hooks`)."""
     from pytest_kvqual.session import session_of
 

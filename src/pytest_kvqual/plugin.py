@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_kvqual import _places
-from pytest_kvqual.fixtures import arm, campaign, gate, pilot, study
+from pytest_kvqual.fixtures import arm, campaign, gate, kvqual_arm, pilot, study
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Options, Progress
     from pytest_kvqual.kv.geometry import Geometry
 
-__all__ = ["arm", "campaign", "gate", "pilot", "study"]
+__all__ = ["arm", "campaign", "gate", "kvqual_arm", "pilot", "study"]
 
 #: Where no --study is given: the study of the platform that -m names.
 DEFAULT_STUDIES = {"cpu": "smollm2-cpu", "gpu": "qwen3-8b-awq"}
@@ -139,7 +139,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the folder of kvqual-install.toml: interpreter and checkouts of each arm (default: none)",
     )
     group.addoption(
-        "--arm", metavar="NAME", type=_arm_name, help="the arm under qualification (default: the study's candidate)"
+        "--arm",
+        metavar="NAME",
+        type=_arm_name,
+        action="append",
+        help="the arm under qualification (default: the study's candidate); with -n one for each group",
     )
     group.addoption(
         "--length",
@@ -207,6 +211,11 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in MARKERS:
         config.addinivalue_line("markers", line)
+    distributed = config.getoption("numprocesses", None) or config.getoption("tx", None)
+    if config.getoption("arm") and (distributed or hasattr(config, "workerinput")):
+        from pytest_kvqual.distributed import configure
+
+        configure(config)
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         if config.option.pyargs and not _places.installed():
             config.args[:] = map(_in_checkout, config.args)
@@ -232,6 +241,24 @@ def _in_checkout(argument: str) -> str:
     return f"{found}{separator}{test}" if found.exists() else argument
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In a worker of ``-n`` each gate is there once for each arm, in the group of that arm."""
+    arms = _arms_of_workers(metafunc.config)
+    if arms and metafunc.definition.get_closest_marker("gate") is not None:
+        groups = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in arms]
+        metafunc.fixturenames.append("kvqual_arm")
+        metafunc.parametrize("kvqual_arm", groups, ids=arms, indirect=True, scope="session")
+
+
+def _arms_of_workers(config: pytest.Config) -> list[str]:
+    """The arms whose gates this worker of ``-n`` may be given; none where the run is not distributed by arm."""
+    return (config.getoption("arm") or []) if hasattr(config, "workerinput") else []
+
+
+def _arm_of(item: pytest.Item) -> object:
+    return item.callspec.params.get("kvqual_arm") if isinstance(item, pytest.Function) else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
@@ -241,19 +268,26 @@ def pytest_collection_modifyitems(
         _check_backend(config.getoption("backend"), config.invocation_params.dir)
     gates = [item for item in items if item.get_closest_marker("gate") is not None]
     pilots = any(item.get_closest_marker("pilot") is not None for item in items)
-    if not (gates or pilots) or hasattr(config, "workerinput"):
-        # In an xdist worker there is no session: each gate fails, and the controller stops the run (see below).
+    arms = _arms_of_workers(config)
+    if not (gates or pilots) or (hasattr(config, "workerinput") and not arms):
+        # In a worker without an arm there is no session: each gate fails, and the controller stops the run (see below).
         yield
         return
     from pytest_kvqual.session import QualificationSession
 
     transfer = any(item.get_closest_marker("transfer") is not None for item in items)
-    qualification = QualificationSession.register(session, gates, wait=transfer)
+    sessions = [
+        QualificationSession.register(
+            session, [item for item in gates if _arm_of(item) == arm], wait=transfer, group=arm
+        )
+        for arm in arms
+    ] or [QualificationSession.register(session, gates, wait=transfer)]
     try:
         yield
     finally:
         # Deselection hooks may raise; the session must know then that nothing was selected.
-        qualification.select(items)
+        for qualification in sessions:
+            qualification.select(items)
 
 
 def _check_backend(text: str, folder: Path) -> None:
@@ -271,13 +305,25 @@ def _check_backend(text: str, folder: Path) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
-    """Stop a distributed run that holds gates before its first test."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    """Before the workers of ``-n`` start: where arms are named, one group of gates goes to each."""
+    if config.getoption("arm"):
+        from pytest_kvqual.distributed import Controller
+
+        Controller.register(config, [str(getattr(spec, "id", "")) for spec in specs])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Stop a distributed run that holds gates and names no arm before its first test."""
     for nodeid in ids:
         path = nodeid.partition("::")[0]
         own = _GATE_FILE.fullmatch(path) and _places.installed() and (_places.folder("qualification") / path).is_file()
-        if own or _GATE_MODULE.search(path):
-            raise pytest.UsageError(f"found -n with the gate {nodeid}, expected one process: run gates without -n")
+        if (own or _GATE_MODULE.search(path)) and not node.config.getoption("arm"):
+            raise pytest.UsageError(
+                f"found -n with the gate {nodeid}, expected one process, or an arm for each group: "
+                "-n 2 --dist loadgroup --arm A --arm B"
+            )
 
 
 def pytest_kvqual_campaign(options: Options, progress: Progress) -> Campaign | None:

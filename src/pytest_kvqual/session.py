@@ -133,14 +133,31 @@ def study_of(config: pytest.Config, platform: Literal["cpu", "gpu"]) -> str:
     return DEFAULT_STUDIES[platform] if named is None else named
 
 
-def options_of(config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing: bool) -> Options:
-    """What the user typed."""
+def arm_of(config: pytest.Config) -> str | None:
+    """The arm of a run of one process.
+
+    Raises:
+        pytest.UsageError: Several were named.
+    """
+    named: list[str] = config.getoption("arm") or []
+    if len(named) > 1:
+        raise pytest.UsageError(
+            f"found {len(named)} arms in one process, expected one: give each a worker, with -n {len(named)} "
+            "--dist loadgroup"
+        )
+    return named[0] if named else None
+
+
+def options_of(
+    config: pytest.Config, *, platform: Literal["cpu", "gpu"], timing: bool, arm: str | None = None
+) -> Options:
+    """What the user typed; of several arms, ``arm``."""
     run_dir: Path | None = config.getoption("run_dir")
     return Options(
         study=study_of(config, platform),
         format=config.getoption("format"),
         install=config.getoption("install"),
-        arm=config.getoption("arm"),
+        arm=arm if arm is not None else arm_of(config),
         length=config.getoption("length"),
         cache_bytes=config.getoption("cache_bytes"),
         prefix=config.getoption("prefix"),
@@ -180,10 +197,21 @@ class Pilot:
 
 
 class QualificationSession:
-    """The hooks of a run that holds gates."""
+    """The hooks of a run that holds gates; in a worker of ``-n``, of one arm's gates.
 
-    def __init__(self, session: pytest.Session, gates: dict[str, pytest.Item]) -> None:
+    Such a group begins with its first test and ends with its last one, not with the session: a worker may be given
+    another group then. What it came to goes to the controller (:mod:`pytest_kvqual.distributed`).
+    """
+
+    def __init__(self, session: pytest.Session, gates: dict[str, pytest.Item], group: str | None = None) -> None:
         self._session = session
+        self._group = group
+        self._begun = False
+        self._ended = False
+        self._all_passed = False
+        self._refusal = ""
+        # Failures that no test of this worker reports: the controller does.
+        self._unheard: list[tuple[str, tuple[str, int | None, str], str]] = []
         self._config = session.config
         self._collected = gates
         self._selected: dict[str, pytest.Item] = {}
@@ -213,7 +241,7 @@ class QualificationSession:
 
     @classmethod
     def register(
-        cls, session: pytest.Session, items: Sequence[pytest.Item], *, wait: bool = False
+        cls, session: pytest.Session, items: Sequence[pytest.Item], *, wait: bool = False, group: str | None = None
     ) -> QualificationSession:
         """Check how the gates were asked for, build the campaign, and register the session's hooks.
 
@@ -222,6 +250,7 @@ class QualificationSession:
             items: Every collected gate.
             wait: Whether ``select`` is to check and build, because transfer tests were collected too: where nothing
                 else is selected, no gate is decided and nothing of a campaign is needed.
+            group: The arm of these gates, in a worker of ``-n``.
 
         Raises:
             pytest.UsageError: one line; nothing has started yet.
@@ -233,14 +262,14 @@ class QualificationSession:
             if name in gates:
                 raise pytest.UsageError(f"gate {name}: found {gates[name].nodeid} and {item.nodeid}, expected one test")
             gates[name] = item
-        qualification = cls(session, gates)
+        qualification = cls(session, gates, group)
         if config.option.collectonly:
             qualification._list()
         elif not (config.option.showfixtures or config.option.show_fixtures_per_test):
             qualification._waiting = wait
             if not wait:
                 qualification._open()
-        if config.pluginmanager.register(qualification, PLUGIN_NAME) is None:
+        if config.pluginmanager.register(qualification, PLUGIN_NAME + (f"-{group}" if group else "")) is None:
             raise pytest.UsageError(f"found -p no:{PLUGIN_NAME}, expected none: gates do not run without it")
         config.stash[_session_key] = qualification
         return qualification
@@ -258,13 +287,14 @@ class QualificationSession:
         platforms = named_platforms(config.getoption("markexpr", ""))
         if len(platforms) != 1:
             return
-        options = options_of(config, platform=platforms[0], timing=False)
+        arms: list[str] = config.getoption("arm") or []
+        options = options_of(config, platform=platforms[0], timing=False, arm=next(iter(arms), None))
         typed = [options.arm, options.length, options.format, options.install, config.getoption("study")]
         try:
             study = load_study(options.study, options.format)
-            arm = options.arm if options.arm is not None else next(iter(study.arms))
             length = options.length if options.length is not None else next(iter(study.lengths))
-            select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
+            for arm in arms or [next(iter(study.arms))]:
+                select(study, arm=arm, length=length, cache_bytes=options.cache_bytes)
             if options.install is not None:
                 read_install(options.install, study)
         except KvqualError as error:
@@ -284,7 +314,7 @@ class QualificationSession:
 
     def _open(self) -> None:
         config = self._config
-        _refuse_hiding(config, list(self._collected.values()))
+        refuse_hiding(config, list(self._collected.values()))
         expression: str = config.getoption("markexpr", "")
         platforms = named_platforms(expression)
         if len(platforms) != 1:
@@ -301,7 +331,7 @@ class QualificationSession:
         self._timing = names(expression, "timing")
         self._piloting = names(expression, "pilot")
         _check_block(config, timing=self._timing, piloting=self._piloting)
-        options = options_of(config, platform=platform, timing=self._timing)
+        options = options_of(config, platform=platform, timing=self._timing, arm=self._group)
         try:
             self._campaign = config.hook.pytest_kvqual_campaign(options=options, progress=self.progress)
         except KvqualError as error:
@@ -381,13 +411,33 @@ class QualificationSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Check lock, model, engine and disk before the first test."""
-        if self._campaign is None:
+        if self._campaign is None or self._group is not None:
             return
+        self._begin()
+        if self._refusal:
+            raise pytest.UsageError(self._refusal)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Generator[None, object, object]:
+        """In a worker of ``-n``: begin with the first test of the group, end with its last one."""
+        mine = set(self._selected.values()) if self._group is not None else set()
+        if item in mine and not self._begun:
+            self._config.stash[_session_key] = self
+            self._begin()
+        result = yield
+        if item in mine and nextitem not in mine:
+            self._end()
+        return result
+
+    def _begin(self) -> None:
+        self._begun = True
         try:
             self._notices = list(self.campaign.prepare(self._in_order()))
+            self._started = True
         except KvqualError as error:
-            raise pytest.UsageError(error.line()) from None
-        self._started = True
+            self._refusal = error.line()
 
     def gate(self, item: pytest.Item) -> Gate:
         """The gate of one test."""
@@ -399,6 +449,9 @@ class QualificationSession:
 
     def decide(self, name: str) -> Decision:
         """Decide one gate, once."""
+        if self._refusal:
+            # A group is prepared between the tests of its worker, where nothing can stop the run any more.
+            pytest.fail(self._refusal, pytrace=False)
         if name in self._decisions:
             pytest.fail(f"gate {name}: found a second decision in this run, expected one", pytrace=False)
         # Failed outside the handler: pytest would print both, one as the cause of the other.
@@ -500,29 +553,42 @@ class QualificationSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Account for every gate, and set the exit status from the verdicts."""
-        if self._campaign is None:
+        if self._campaign is not None and (self._begun or self._group is None):
+            self._end()
+
+    def _end(self) -> None:
+        if self._ended:
             return
+        self._ended = True
         try:
             if self._started or self._interrupted:
                 self._account()
-                self._write_report()
+                if self._group is None:
+                    self._write_report()
         finally:
             self.campaign.close()
+            if self._group is not None:
+                self._hand_over(self._group)
+
+    def _hand_over(self, arm: str) -> None:
+        """Leave to the controller of ``-n`` what only it can say."""
+        from pytest_kvqual.distributed import Group, hand_over
+
+        group = Group(
+            arm=arm,
+            passed=self._all_passed,
+            title=self.campaign.title,
+            lines=self._lines() if self._started else [self._refusal],
+            properties=junit.properties(self.campaign.title, self._rows()) if self._started else [],
+            failures=self._unheard,
+        )
+        hand_over(self._config, group)
 
     def _write_report(self) -> None:
-        """The gate report, where it was asked for; a run whose report could not be written does not pass."""
-        path: Path | None = self._config.getoption("gate_report")
-        if path is None:
-            return
-        from pytest_kvqual.report.gate.files import paths, write_report
-
-        try:
-            html, junit_file = paths(path)
-            prefix = self._config.getoption("prefix")
-            written = write_report(self.campaign.run_dir, html=html, junit=junit_file, prefix=prefix)
-            self._written += [f"gate report: {file}" for file in written]
-        except KvqualError as error:
-            self._errors.append(f"--gate-report: {error.line()}")
+        lines, error = write_gate_report(self._config, self.campaign.run_dir)
+        self._written += lines
+        if error:
+            self._errors.append(error)
             if self._session.exitstatus == pytest.ExitCode.OK:
                 self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -545,6 +611,7 @@ class QualificationSession:
             self._report_failed(*self._running, f"not run to its end: {self._interrupted}")
             passed = False
         passed = passed and all(map(_passed, self._decisions.values()))
+        self._all_passed = passed
         if not passed and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         junit.add_properties(self._config, junit.properties(self.campaign.title, self._rows()))
@@ -574,10 +641,10 @@ class QualificationSession:
         self._report_failed(nodeid, location, line)
 
     def _report_failed(self, nodeid: str, location: tuple[str, int | None, str], line: str) -> None:
-        report = pytest.TestReport(
-            nodeid=nodeid, location=location, keywords={}, outcome="failed", longrepr=line, when="call", duration=0.0
-        )
-        self._config.hook.pytest_runtest_logreport(report=report)
+        if self._group is None:
+            report_failed(self._config, nodeid, location, line)
+        else:
+            self._unheard.append((nodeid, location, line))
 
     # -- the report --------------------------------------------------------------------------------------------------
 
@@ -602,14 +669,42 @@ class QualificationSession:
                 terminalreporter.write_line(line)
             return
         terminalreporter.section(f"qualification of {self.campaign.title}")
-        lines = terminal.lines(
+        for line in self._lines():
+            terminalreporter.write_line(line)
+
+    def _lines(self) -> list[str]:
+        return terminal.lines(
             self._rows(),
             notices=[*self._notices, *self._errors],
             summary=[*self.campaign.summary(), *self._written],
             run_dir=self.campaign.run_dir,
         )
-        for line in lines:
-            terminalreporter.write_line(line)
+
+
+def report_failed(config: pytest.Config, nodeid: str, location: tuple[str, int | None, str], line: str) -> None:
+    """Report a failed test that did not run: for the terminal's count, for JUnit and for the exit status."""
+    report = pytest.TestReport(
+        nodeid=nodeid, location=location, keywords={}, outcome="failed", longrepr=line, when="call", duration=0.0
+    )
+    config.hook.pytest_runtest_logreport(report=report)
+
+
+def write_gate_report(config: pytest.Config, run_dir: Path) -> tuple[list[str], str]:
+    """The gate report, where it was asked for: a line for each file, and why it could not be written.
+
+    A run whose report could not be written does not pass.
+    """
+    path: Path | None = config.getoption("gate_report")
+    if path is None:
+        return [], ""
+    from pytest_kvqual.report.gate.files import paths, write_report
+
+    try:
+        html, junit_file = paths(path)
+        written = write_report(run_dir, html=html, junit=junit_file, prefix=config.getoption("prefix"))
+    except KvqualError as error:
+        return [], f"--gate-report: {error.line()}"
+    return [f"gate report: {file}" for file in written], ""
 
 
 def _passed(decision: Decision | None) -> bool:
@@ -639,7 +734,7 @@ def _check_block(config: pytest.Config, *, timing: bool, piloting: bool) -> None
         raise pytest.UsageError("found both timing and pilot in -m, expected one: a pilot decides nothing")
 
 
-def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+def refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Refuse the options that repeat, reorder by history, distribute or do not run gates.
 
     Raises:
@@ -658,8 +753,6 @@ def _refuse_hiding(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
             continue
         if value and str(value) != "0":
             raise pytest.UsageError(f"found the setting {name} = {value} with gates, expected none: {_ONE_ATTEMPT}")
-    if config.getoption("numprocesses", None) or config.getoption("tx", None):
-        raise pytest.UsageError("found -n with gates, expected one process: run gates without -n")
     for item in items:
         for mark in _RERUN_MARKS:
             if item.get_closest_marker(mark) is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from audited_run import CACHE_BYTES, FAULT, IMPLEMENTATION, LENGTH, AuditedRun, write_run
+from audited_run import CACHE_BYTES, FAULT, IMPLEMENTATION, LENGTH, AuditedRun, write_arms_at_once, write_run
 
 from pytest_kvqual import cli
 from pytest_kvqual._canonical import canonical_bytes, digest, pretty_bytes, sha256_bytes, sha256_file
@@ -47,6 +47,17 @@ def test_an_honest_run_passes_every_check(whole: AuditedRun) -> None:
     ]
     for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15):
         assert result.report.seen.get(number, 0) > 0, CHECKS[number]
+
+
+def test_two_arms_that_wrote_at_once(tmp_path: Path) -> None:
+    """The audit of either of two arms that were decided at the same time in one run directory has no finding."""
+    run_dir = write_arms_at_once(tmp_path, ("reference", "candidate"))
+    for arm in ("reference", "candidate"):
+        result = audit(Options(run_dir=run_dir, arm=arm))
+        assert result.report.findings == []
+        assert [(gate.gate, gate.derived) for gate in result.gates] == [("parity", "PASS"), ("nll", "PASS")]
+    attempts = sorted(path.parent.name[:6] + path.name for path in run_dir.glob("evidence/*/attempt-*"))
+    assert attempts == ["candidattempt-1", "nativeattempt-1", "nativeattempt-2", "refereattempt-1", "refereattempt-2"]
 
 
 def test_an_honest_failure_has_consistent_records_and_establishes_nothing(tmp_path: Path) -> None:

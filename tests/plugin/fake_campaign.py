@@ -2,19 +2,26 @@
 
 ``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash``, ``unwritable``,
 ``interrupt``, ``standing``, or ``standing, interrupt``; ``pilot`` to ``refused``. ``superiority`` is required where it
-is named there.
+is named there. An entry of an arm (``native identity``) goes before one of the gate; ``meet`` maps to the arms that
+wait for each other before their first gate, as ``native,candidate``; ``die`` ends the process in the gate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
+from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, RefusedError, StudyError
 from pytest_kvqual.hooks import Decision, Options, Progress
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
+from pytest_kvqual.server.devices import hold, in_use
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
 
 GATES: tuple[tuple[str, Literal["required", "planned"], bool], ...] = (
@@ -94,19 +101,43 @@ class FakeCampaign:
         self.title = f"{self.arm} at length {options.length or 1024}"
         self.run_dir = options.run_dir or options.root / ".kvqual" / "fake"
         self.passed: dict[str, bool] = {}
+        self.claims = contextlib.ExitStack()
 
     def prepare(self, gates: Sequence[str]) -> Sequence[str]:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for name in in_use(os.environ, platform="cpu", each=1):
+            self.claims.enter_context(hold(name, f"{name}: found another run that uses this device, expected none"))
+        self._meet()
         if wanted().get("prepare") == "interrupt":
             raise KeyboardInterrupt
-        if wanted().get("prepare"):
+        if wanted().get("prepare") or wanted().get(f"prepare {self.arm}"):
             raise LockError("lock.json: found digest aa, expected bb", advice="run kvqual freeze")
         return ["nll: earlier receipt of another scope: length: found 8192, expected 1024"]
+
+    def _meet(self) -> None:
+        """Wait until the arms that are to run at once are all here: one after the other, they never would be."""
+        others = wanted().get("meet", "").split(",") if "meet" in wanted() else []
+        if others:
+            (self.run_dir / f"begun-{self.arm}").touch()
+        deadline = monotonic_ns() + 40 * 10**9
+        while not all((self.run_dir / f"begun-{other}").exists() for other in others):
+            if monotonic_ns() > deadline:
+                raise KvqualError(f"found {self.arm} alone, expected {others} at once")
+            select.select([], [], [], 0.01)
 
     def _receipt(self, verdict: Verdict, standing: bool = False) -> Decision:
         folder = self.run_dir / "receipts"
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{len(list(folder.iterdir())):02d}-{verdict.gate}.json"
-        path.write_text(json.dumps({"gate": verdict.gate, "outcome": verdict.outcome.value, "figure": verdict.figure}))
+        document = {"gate": verdict.gate, "outcome": verdict.outcome.value, "figure": verdict.figure}
+        if cpus := os.environ.get("KVQUAL_CPUS"):
+            document |= {"arm": self.arm, "worker": os.environ["PYTEST_XDIST_WORKER"], "cpus": cpus}
+        number = len(list(folder.iterdir()))
+        while True:
+            path = folder / f"{number:02d}-{verdict.gate}.json"
+            with contextlib.suppress(FileExistsError), path.open("x") as file:
+                file.write(json.dumps(document))
+                break
+            number += 1
         self.passed[verdict.gate] = verdict.outcome is Outcome.PASS
         return Decision(verdict=verdict, receipt=path, standing=standing)
 
@@ -117,7 +148,9 @@ class FakeCampaign:
                 Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"needs PASS of {', '.join(missing)}")
             )
         self.progress(f"{self.arm}: {gate} 1/2")
-        how = wanted().get(gate, "PASS")
+        how = wanted().get(f"{self.arm} {gate}", wanted().get(gate, "PASS"))
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "crash":
             raise RuntimeError("a defect of the judge")
         if how == "interrupt" or how == "standing, interrupt":
@@ -161,6 +194,7 @@ class FakeCampaign:
         return ["engine busy 75 %, idle 25 %"]
 
     def close(self) -> None:
+        self.claims.close()
         (self.run_dir / "closed").parent.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "closed").touch()
 

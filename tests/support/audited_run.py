@@ -6,8 +6,9 @@ Two gates stand in its study, so that it is written in a moment; ``full_run`` ha
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -114,6 +115,42 @@ def _write(
     return AuditedRun(run_dir=run_dir, lock=lock)
 
 
+def write_arms_at_once(folder: Path, arms: Sequence[str]) -> Path:
+    """The run of each of these arms (not ``native``) in a process of its own, all into ``folder/run`` at the same time.
+
+    Each captures its controls itself, as the groups of a run by arms do. Returns the run directory.
+    """
+    study, run_dir = _study(folder / "tiny", ""), folder / "run"
+    lock = _freeze(study, run_dir)
+    panels = {task: _panel(study, task) for task in ("nll", "parity")}
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(len(arms))
+
+    def write(own: str) -> None:
+        names = ("native", *(name for name in ("reference",) if name != own), own)
+        scopes = {
+            arm: Scope(lock=lock, arm=arm, length=LENGTH, cache_bytes=CACHE_BYTES, engine="e" * 64) for arm in names
+        }
+        together.wait(20)
+        with mock.patch("os.fsync", return_value=None):
+            bundles = {
+                arm: _attempt(
+                    run_dir, study, scopes[arm], "", panels, 0.0, lambda *_: None, lambda *_: None, lambda *_: None, own
+                )
+                for arm in names
+            }
+            _judge(run_dir, study, scopes[own], "", panels, bundles)
+
+    processes = [context.Process(target=write, args=(arm,)) for arm in arms]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    if any(process.exitcode for process in processes):
+        raise ValueError(f"found {[process.exitcode for process in processes]}, expected 0 of each process")
+    return run_dir
+
+
 def _study(folder: Path, more: str) -> Study:
     tiny = TinyStudy.write(folder)
     text = tiny.toml.read_text(encoding="utf-8")
@@ -161,6 +198,7 @@ def _attempt(
     settings: Callable[[str, dict[str, object]], None],
     identity: Callable[[str, dict[str, object]], None],
     more: Callable[[str, Bundle], None],
+    own: str = "candidate",
 ) -> Bundle:
     arm = study.arms[scope.arm]
     bundle = Bundle.create(run_dir, scope, prefix=prefix)
@@ -186,6 +224,9 @@ def _attempt(
     again = {key: rank[key] for key in ("parameters", "scales") if key in rank}
     after: dict[str, object] = {"ranks": [{"rank": 0, **again}], "taps": [{"installed": False, "faults": 0, "held": 0}]}
     bundle.write("identity-after.json", {"schema": 1, "arm": arm.name, **after})
+    if arm.name == own != "candidate":
+        # By this file a control's attempt is known as that of the arm under qualification.
+        bundle.write("identity-poison.json", {"schema": 1, "poison": []})
     serial = iter(range(10_000))
 
     def record(
@@ -226,10 +267,10 @@ def _attempt(
 
     stream("parity.jsonl", served("forward"))
     stream("nll.jsonl", forced(shift))
-    if arm.name == "native":
+    if arm.name == "native" != own:
         stream("parity-reverse.jsonl", served("reverse"))
         stream("nll-again.jsonl", forced(0.0))
-    if arm.name == "candidate":
+    if arm.name == own:
         stream(f"parity-poison-{FAULT}.jsonl", served("forward", offset=1))
         stream(f"nll-poison-{FAULT}.jsonl", forced(1.0, study.nll.poison_documents))
         lines = [
@@ -311,36 +352,43 @@ def _words(study: Study, scope: Scope) -> list[str]:
 
 
 def _judge(
-    run_dir: Path, study: Study, scope: Scope, prefix: str, panels: Mapping[str, Panel], bundles: Mapping[str, Bundle]
+    run_dir: Path,
+    study: Study,
+    scope: Scope,
+    prefix: str,
+    panels: Mapping[str, Panel],
+    bundles: Mapping[str, Bundle],
 ) -> None:
+    own = scope.arm
+
     def records(arm: str, name: str) -> list[object]:
         return [json.loads(line) for line in (bundles[arm].path / name).read_bytes().splitlines()]
 
     one = parity.judge(
         study, panels["parity"],
-        http=records("candidate", "parity.jsonl"),
-        reference=records("candidate", "reference.jsonl"),
+        http=records(own, "parity.jsonl"),
+        reference=records(own, "reference.jsonl"),
         null=(records("native", "parity.jsonl"), records("native", "parity-reverse.jsonl")),
-        poison={FAULT: records("candidate", f"parity-poison-{FAULT}.jsonl")},
+        poison={FAULT: records(own, f"parity-poison-{FAULT}.jsonl")},
         faults=(FAULT,),
     )  # fmt: skip
     other = nll.judge(
         study, panels["nll"],
-        candidate=records("candidate", "nll.jsonl"),
-        controls={arm: records(arm, "nll.jsonl") for arm in ("native", "reference")},
+        candidate=records(own, "nll.jsonl"),
+        controls={arm: records(arm, "nll.jsonl") for arm in bundles if arm != own},
         null=(records("native", "nll.jsonl"), records("native", "nll-again.jsonl")),
-        poison={FAULT: records("candidate", f"nll-poison-{FAULT}.jsonl")},
-        arm="candidate",
+        poison={FAULT: records(own, f"nll-poison-{FAULT}.jsonl")},
+        arm=own,
         faults=(FAULT,),
     )  # fmt: skip
     parity_files = {
-        "candidate": ("parity.jsonl", f"parity-poison-{FAULT}.jsonl", "reference.jsonl"),
+        own: ("parity.jsonl", f"parity-poison-{FAULT}.jsonl", "reference.jsonl"),
         "native": ("identity.json", "parity.jsonl", "parity-reverse.jsonl"),
     }
     nll_files = {
-        "candidate": ("nll.jsonl", f"nll-poison-{FAULT}.jsonl"),
+        own: ("nll.jsonl", f"nll-poison-{FAULT}.jsonl"),
         "native": ("identity.json", "nll.jsonl", "nll-again.jsonl"),
-        "reference": ("identity.json", "nll.jsonl"),
+        **{arm: ("identity.json", "nll.jsonl") for arm in bundles if arm not in (own, "native")},
     }
     first = _receipt(run_dir, scope, one, 1, bundles, parity_files, {}, prefix)
     _receipt(run_dir, scope, other, 2, bundles, nll_files, {"parity": first}, prefix)

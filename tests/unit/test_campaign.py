@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.gates import determinism, replay
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import parse
+from pytest_kvqual.receipt.write import read_all
 from pytest_kvqual.study.freeze import Lock
 from pytest_kvqual.study.load import SCORED_TASKS, load_study, select
 from pytest_kvqual.study.model import Gsm8kSource, Selection, Study
@@ -570,10 +572,93 @@ def test_two_runs_in_one_directory(run: Run, tmp_path: Path, locked: dict[str, A
     first = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
     first.prepare(GATES)
     try:
-        with pytest.raises(EvidenceError, match="found another run that uses it"):
+        with pytest.raises(EvidenceError, match="found another run of candidate that uses it"):
             run()
     finally:
         first.close()
+
+
+def test_two_arms_in_one_directory_at_once(run: Run, tmp_path: Path) -> None:
+    """Two runs in two processes, one arm each: every receipt of both stands, as the next run of each finds."""
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(2)
+
+    def decide(arm: str) -> None:
+        together.wait(20)
+        run(arm=arm)
+
+    arms = ("candidate", "reference")
+    processes = [context.Process(target=decide, args=(arm,)) for arm in arms]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    written = read_all(tmp_path)
+    assert not written.damaged
+    assert sorted((it.scope.arm, it.gate) for it in written.receipts) == sorted((a, g) for a in arms for g in GATES)
+    for arm in arms:
+        assert outcomes(run(arm=arm)) == ALL_PASS
+    assert [it.name for it in read_all(tmp_path).receipts] == [it.name for it in written.receipts]
+
+
+def test_a_run_whose_process_was_killed(run: Run, events: list[str], tmp_path: Path) -> None:
+    """What a killed run captured of the arm is named by the next run, stays, and is captured anew."""
+    selection = select(load_study("smollm2-cpu"), arm="candidate", length=1024, cache_bytes=None)
+    killed = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
+    killed.prepare(GATES)
+    assert killed.decide("identity").verdict.outcome is Outcome.PASS
+    killed._claims.close()
+    again = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
+    try:
+        notices = again.prepare(GATES)
+    finally:
+        again.close()
+    folder = f"candidate-1024-{selection.cache_bytes}"
+    assert [line.partition(":")[0] for line in notices] == [f"{folder}/attempt-1"]
+    assert "found no outcome.json: its process was killed" in notices[0]
+    assert outcomes(run()) == ALL_PASS
+    assert [path.name for path in sorted(tmp_path.glob("evidence/candidate-*/*"))] == ["attempt-1", "attempt-2"]
+
+
+@pytest.mark.parametrize(("first", "second"), [(GATES, ("fidelity",)), (("fidelity",), GATES)])
+def test_nothing_else_runs_on_a_host_that_times(
+    locked: dict[str, Any], tmp_path: Path, first: Sequence[str], second: Sequence[str]
+) -> None:
+    """A run that times is refused beside any other run of the host, and any other beside it; other arms are welcome."""
+    one, other = (
+        Campaign(
+            select(load_study("smollm2-cpu"), arm=arm, length=1024, cache_bytes=None),
+            run_dir=tmp_path / arm,
+            progress=lambda line: None,
+        )
+        for arm in ("candidate", "reference")
+    )
+    one.prepare(first)
+    try:
+        with pytest.raises(RefusedError, match=r"found (a|another) run on this host"):
+            other.prepare(second)
+        if first is GATES:
+            other.close()
+            other.prepare(GATES)
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_workers_cpus_are_its_own(locked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPUs of a worker of -n are locked as devices are; another run with one of them is refused."""
+    selection = select(load_study("smollm2-cpu"), arm="candidate", length=1024, cache_bytes=None)
+    one, other = (Campaign(selection, run_dir=tmp_path / it, progress=lambda line: None) for it in ("a", "b"))
+    monkeypatch.setenv("KVQUAL_CPUS", "3,4")
+    one.prepare(GATES)
+    monkeypatch.setenv("KVQUAL_CPUS", "4,5")
+    try:
+        with pytest.raises(RefusedError, match=r"^cpu-4: found another run that uses this device, expected none"):
+            other.prepare(GATES)
+    finally:
+        one.close()
+        other.close()
 
 
 def test_a_pool_larger_than_the_memory_is_refused(

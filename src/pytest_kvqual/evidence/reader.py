@@ -12,7 +12,7 @@ A document or record is digested once more when it is read, since a file can cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -74,8 +74,20 @@ class Reader:
         return cls(path)
 
     @classmethod
-    def latest(cls, root: Path, scope: Scope, *, prefix: str = "", names: Sequence[str] = ()) -> Reader | None:
+    def latest(
+        cls,
+        root: Path,
+        scope: Scope,
+        *,
+        prefix: str = "",
+        names: Sequence[str] = (),
+        known: Collection[Path] | None = None,
+        first: Collection[str] = (),
+    ) -> Reader | None:
         """The newest complete attempt of exactly this scope that has all of ``names`` sealed; None where there is none.
+
+        With ``known``, only these folders are looked at; attempts that ``first`` names, as ``FOLDER/attempt-N``, come
+        before newer ones.
 
         Failed and unfinished attempts are passed over, unread but for what says so: evidence of theirs is kept, never
         used in the place of a new capture.
@@ -84,7 +96,10 @@ class Reader:
             EvidenceError: As :meth:`open`, for the attempts that are complete; or an attempt's number is missing.
         """
         found = layout.attempts(root, scope.arm, scope.length, scope.cache_bytes, prefix)
-        for path in reversed(found):
+        newest = found[::-1]
+        for path in sorted(newest, key=lambda it: f"{it.parent.name}/{it.name}" not in first):
+            if known is not None and path not in known:
+                continue
             # Without an outcome it did not complete, whatever else of it is there: a kill leaves any state behind.
             if not (path / layout.OUTCOME).exists():
                 continue

@@ -29,6 +29,7 @@ import psutil
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import ServerError
+from pytest_kvqual.server import devices
 from pytest_kvqual.server.command import PACKAGE_ROOT, Command
 
 _HOST = "127.0.0.1"
@@ -103,6 +104,8 @@ class ProcessTree:
             stderr=subprocess.DEVNULL,
             # Out of pytest's group: the terminal's Ctrl-C must not race with an orderly stop.
             start_new_session=True,
+            # The locks of this run: a device is taken for as long as a process of its server is left.
+            pass_fds=devices.held(),
         )
         order = {"argv": list(command.argv), "env": dict(command.env), "log": str(log), "grace_s": stop_s}
         try:
@@ -440,10 +443,34 @@ class Server:
 
 
 def free_port() -> int:
-    """A loopback TCP port that is free now. Another process may take it before the server does; starting then fails."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
+    """A loopback TCP port that is free now, and that no other run of this host is given while this process lives.
+
+    A server binds it only after its imports. Another program may take it before; starting then fails.
+    """
+    while True:
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            port = int(probe.getsockname()[1])
+        if _reserved(port):
+            return port
+
+
+def _reserved(port: int) -> bool:
+    """Whether this process has now reserved a port among the runs of this host.
+
+    By the name of a socket that has no file: like a port it belongs to the network namespace, and it goes with its
+    process.
+    """
+    if not sys.platform.startswith("linux"):
+        return True
+    guard = socket.socket(socket.AF_UNIX)
+    try:
+        guard.bind(f"\0kvqual-port-{port}")
+    except OSError:
+        guard.close()
+        return False
+    guard.detach()
+    return True
 
 
 def tail(log: Path, *, start: int = 0) -> str:

@@ -166,7 +166,8 @@ def keep(study: Study, lock: Lock, run_dir: Path) -> Path:
             target = folder / name
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                scratch = target.with_name(f".{target.name}.tmp")
+                # Runs of other arms may keep the same study in the same run directory at this moment.
+                scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
                 shutil.copyfile(source, scratch)
                 scratch.replace(target)
     except OSError as error:

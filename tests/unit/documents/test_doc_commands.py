@@ -126,10 +126,10 @@ def _selection(config: pytest.Config) -> None:
     typed = config.option.study
     if platform is None or (typed is not None and (typed.startswith(("./", "studies/")) or typed.isupper())):
         return
-    arm, length = config.option.arm, config.option.length
+    length = config.option.length
     try:
         study = load_study(typed or plugin.DEFAULT_STUDIES[platform], config.option.format)
-        if arm is not None and not PLACEHOLDER.fullmatch(arm):
+        for arm in [it for it in config.option.arm or [] if not PLACEHOLDER.fullmatch(it)]:
             select(study, arm=arm, length=length or next(iter(study.lengths)), cache_bytes=None)
     except KvqualError as error:
         raise WrongError(error.line()) from None
