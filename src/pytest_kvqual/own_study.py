@@ -367,7 +367,7 @@ def _lines(study: Study) -> Iterator[str]:
         yield from _key("gate", waiver.gate, "the gate that finds it")
         yield from _key("finding", waiver.finding, "the kind of finding")
         yield from _key("reproducer", waiver.reproducer, "where it is shown on its own")
-        yield from _key("reason", waiver.reason, "what it is")
+        yield from _key("reason", waiver.reason, "why it is no fault of this use")
 
 
 _PANELS: Final = {
@@ -426,7 +426,13 @@ def _key(key: str, value: object, why: str) -> Iterator[str]:
         yield line
         return
     yield f"{key} = ["
-    yield from (f"  {_toml(item)}," for item in value)
+    items = ""
+    for item in map(_toml, value):
+        if items and len(items) + len(item) > _WIDTH - 4:
+            yield f" {items}"
+            items = ""
+        items += f" {item},"
+    yield f" {items}"
     yield "]"
 
 
