@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from pytest_kvqual.errors import KvqualError, StudyError
+from pytest_kvqual.errors import KvqualError, RefusedError, StudyError
 from pytest_kvqual.model_config import refuse_other_attention, sizes_of
 from pytest_kvqual.own_study import CANDIDATES, Platform, explained, own_study
 from pytest_kvqual.prepare import Texts, read_text, tokenizer_of, write_panels, write_scales
@@ -48,12 +48,12 @@ def init(
         length: The context length in tokens.
         text: As :func:`pytest_kvqual.prepare.read_text` takes it.
         without: Gates to leave out, of :data:`pytest_kvqual.own_study.LEAVABLE`.
-        calibrate: Make the V scales that a candidate needs, by a boot of the stock cache.
+        calibrate: Make the V scales that a candidate needs, by a boot of the stock cache; on a host without the GPU
+            that the study is for it is said how.
 
     Raises:
         ModelError: The folder holds no model that can be read, or one whose attention no oracle declares.
         StudyError: The folder of the study is there; the text is too short; an unknown candidate.
-        RefusedError: Scales are to be made, and the device that the study is for is not there.
         ServerError: The engine in which they are made did not start or did not answer.
     """
     candidate = _ALIASES.get(candidate, candidate)
@@ -98,6 +98,9 @@ def _finish(study: Study, model: Path, texts: Texts, text: Path | None, *, calib
     if study.missing and calibrate:
         try:
             yield from (f"  {line}" for line in write_scales(study, model, texts))
+        except RefusedError as error:
+            # A study of a GPU may be begun on any machine.
+            yield f"  no scales yet: {error}"
         except KvqualError as error:
             error.advice = f"{error.advice + '; ' if error.advice else ''}the study is there: {again} --calibrate"
             raise

@@ -81,6 +81,19 @@ def test_without_a_boot_the_rest_is_told(world: SimpleNamespace, capsys: pytest.
     assert load_study("my-model-k16v8").missing == ()
 
 
+def test_a_gpu_study_can_be_begun_anywhere(
+    world: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the device the panels are made, and what is left for the GPU host is told."""
+    monkeypatch.setattr("pytest_kvqual.session.gpu_found", lambda: False)
+    assert run(world, "--platform", "gpu", "--without", "nll") == 0
+    assert [path.name for path in load_study("my-model-k16v8").missing] == ["v.json"]
+    told = capsys.readouterr().out
+    assert "no scales yet: --calibrate: found no GPU" in told
+    assert "next, where arm native boots: kvqual prepare" in told
+    assert " -m gpu --study " in told.splitlines()[-1]
+
+
 def test_a_boot_that_fails_keeps_the_study(
     world: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
