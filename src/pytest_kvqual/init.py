@@ -12,7 +12,7 @@ from typing import Final
 
 from pytest_kvqual.errors import KvqualError, RefusedError, StudyError
 from pytest_kvqual.model_config import refuse_other_attention, sizes_of
-from pytest_kvqual.own_study import CANDIDATES, Platform, explained, own_study
+from pytest_kvqual.own_study import CANDIDATES, Platform, explained, open_gates, own_study
 from pytest_kvqual.prepare import Texts, read_text, tokenizer_of, write_panels, write_scales
 from pytest_kvqual.study.freeze import freeze_command
 from pytest_kvqual.study.load import STUDY_FILE, load_study
@@ -110,9 +110,10 @@ def _finish(study: Study, model: Path, texts: Texts, text: Path | None, *, calib
         yield f"then: kvqual freeze {place}"
     else:
         yield freeze_command(str(study.directory), check=False)
-    planned = [gate.name for gate in study.gates if gate.state == "planned"]
-    if planned:
-        yield f"not run, for want of a declared format: {', '.join(planned)}"
+    if missing := open_gates(study.arms["candidate"]):
+        yield (
+            f"left out: {', '.join(missing)}: what a cell of {study.arms['candidate'].kv_format} holds is not declared"
+        )
     tasks = [task for task in ("nll", *study.preservation) if any(gate.name == task for gate in study.gates)]
     if tasks:
         floors = [f"{task} under {rules.floor:.0%} right" for task, rules in study.preservation.items()]

@@ -20,7 +20,7 @@ from pytest_kvqual.stats.bounds import most_lost
 from pytest_kvqual.study.load import load_study
 from pytest_kvqual.study.model import Arm, GatePlan, Length, Model, Study
 
-__all__ = ["CANDIDATES", "FEWEST_TOKENS", "LEAVABLE", "explained", "own_study"]
+__all__ = ["CANDIDATES", "FEWEST_TOKENS", "LEAVABLE", "explained", "open_gates", "own_study"]
 
 Platform = Literal["cpu", "gpu"]
 
@@ -41,8 +41,12 @@ _LARGEST_POOL: Final[Mapping[Platform, int]] = {"cpu": 4 << 30, "gpu": 32 << 30}
 _FEWEST_IN_A_WAVE: Final = 4
 #: Prompt tokens of the oracle panel at least: a healthy pass looks at each in every layer, and in every KV head.
 _PANEL_TOKENS: Final = 1500
-_CPU_DOCUMENTS, _CPU_STEPS, _CPU_QUESTIONS = 16, 64, {"retrieval": 60, "recall": 160}
-_GPU_QUESTIONS: Final = {"retrieval": 100, "recall": 320}
+_CPU_DOCUMENTS, _CPU_STEPS = 16, 64
+#: The default text has room for 90 texts of 1,024 tokens, and of 59 to 92 questions none may be lost at 5 %.
+_QUESTIONS: Final[Mapping[Platform, Mapping[str, int]]] = {
+    "cpu": {"retrieval": 60, "recall": 160},
+    "gpu": {"retrieval": 60, "recall": 320},
+}
 _BOOT_S: Final = 900.0
 #: What vLLM 0.32.0's CPU attention takes; our Triton kernels take multiples of 8 up to 256.
 _CPU_HEADS: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -99,12 +103,10 @@ def own_study(
     while wave > _FEWEST_IN_A_WAVE and wave * longest * token_bytes > _LARGEST_POOL[platform]:
         wave //= 2
     tasks = [task for task in ("retrieval", "recall") if task not in without]
-    questions = _CPU_QUESTIONS if cpu else _GPU_QUESTIONS
     listed = [name for name in ("nll", "oracle", *tasks) if name not in without]
     arm = _candidate(base, candidate, directory, dtype)
-    open_gates = () if is_declared(arm.kv_format) else NEED_DECLARATION
-    gates = [gate.name for gate in base.gates if not gate.timing and gate.name not in (*LEAVABLE, "gsm8k")]
-    gates += [name for name in LEAVABLE if name not in without]
+    left_out = {*without, *open_gates(arm)}
+    order = [gate.name for gate in base.gates if not gate.timing and gate.name not in (*LEAVABLE, "gsm8k")]
     flags = [
         f"--dtype={dtype}" if flag.startswith("--dtype=") else flag
         for flag in base.engine.flags
@@ -143,13 +145,13 @@ def own_study(
                     name: directory / "panels" / (f"{name}.json" if name == "recall" else f"{name}-{length}.json")
                     for name in listed
                 },
-                questions={task: questions[task] for task in tasks},
+                questions={task: _QUESTIONS[platform][task] for task in tasks},
             )
         },
         schedule=base.schedule,
         determinism=base.determinism,
         gates=tuple(
-            GatePlan(name=name, state="planned" if name in open_gates else "required", timing=False) for name in gates
+            GatePlan(name=name, state="required", timing=False) for name in (*order, *LEAVABLE) if name not in left_out
         ),
         oracle=replace(
             base.oracle,
@@ -164,6 +166,11 @@ def own_study(
         timing={},
         waivers=tuple(waiver for waiver in base.waivers if waiver.arm == "native"),
     )
+
+
+def open_gates(arm: Arm) -> tuple[str, ...]:
+    """The gates that an arm's format leaves open, which :func:`own_study` does not list: none of a declared one."""
+    return () if is_declared(arm.kv_format) else NEED_DECLARATION
 
 
 def _heads_fit(sizes: Sizes, platform: Platform, candidate: str) -> None:
@@ -348,16 +355,14 @@ def _lines(study: Study) -> Iterator[str]:
         yield from _key("poison_questions", rules.poison_questions, "questions that a seeded fault is shown")
 
     yield from _text("", "The gates, in order: each rests on those above it. Nothing is timed (docs/timing.md).")
-    if not is_declared(candidate.kv_format):
+    if missing := open_gates(candidate):
         yield from _text(
-            f"planned: what a cell of {candidate.kv_format} holds is not declared, so it could not be established."
+            f"Not listed: {', '.join(missing)}. What a cell of {candidate.kv_format} holds is not declared: they "
+            "could not be established, and nothing can be timed."
         )
     for gate in study.gates:
         yield from _table(f"gates.{gate.name}", _GATES[gate.name][0].upper() + _GATES[gate.name][1:] + ".", gap=False)
-        yield from _key(
-            "state", gate.state,
-            "it must pass" if gate.state == "required" else "it is not run, and nothing can be timed",
-        )  # fmt: skip
+        yield from _key("state", gate.state, "it must pass")
 
     for waiver in study.waivers:
         yield ""

@@ -36,6 +36,7 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         "plan",
         "model",
         "doctor",
+        "init",
         "prepare",
         "checkout",
         "report",
