@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
@@ -17,6 +17,7 @@ from pytest_kvqual.errors import ModelError, StudyError
 from pytest_kvqual.kv.declarations import DECLARED, NEED_DECLARATION, is_declared
 from pytest_kvqual.model_config import Sizes
 from pytest_kvqual.stats.bounds import most_lost
+from pytest_kvqual.study.keys import CONDITIONS, PASSES, SECTIONS, TABLE, TABLES, keys_of
 from pytest_kvqual.study.load import load_study
 from pytest_kvqual.study.model import Arm, GatePlan, Length, Model, Study
 
@@ -222,137 +223,86 @@ def _candidate(base: Study, candidate: str, directory: Path, dtype: str) -> Arm:
 _WIDTH: Final = 120
 
 _GATES: Final = {
-    "identity": "source, weights, cache layout, bytes per element and scales are those of the lock",
-    "dispatch": "each layer runs the declared backend and kernels",
-    "stale-maps": "block table, lengths and row starts of each step are those of this step",
-    "routing": "each K and V lies in its cell, in the declared encoding, and no other cell changes",
-    "shifted-outputs": "no output row is the attention of another row",
-    "placement": "each output row is near its own attention over what was written",
-    "replay": "outputs do not change when cells that nobody wrote hold something",
-    "determinism": "the same requests in another order, and again, give the same tokens",
-    "parity": "serial answers over HTTP are those of the same engine in process",
-    "nll": "the mean loss grows by less than the margin",
-    "retrieval": "of what native finds in a long text, the candidate loses less than the limit",
-    "recall": "of the words that native recalls from a list, the candidate loses less than the limit",
+    "identity": "Source, weights, cache layout, bytes per element and scales are those of the lock.",
+    "dispatch": "Each layer runs the declared backend and kernels.",
+    "stale-maps": "Block table, lengths and row starts of each step are those of this step.",
+    "routing": "Each K and V lies in its cell, in the declared encoding; no other cell changes.",
+    "shifted-outputs": "No output row is the attention of another row.",
+    "placement": "Each output row is the attention of its own history.",
+    "replay": "Outputs do not change when cells that nobody wrote hold something.",
+    "determinism": "The same requests in another order, and again, give the same tokens.",
+    "parity": "Answers over HTTP are those of the engine in process.",
+    "nll": "The mean loss grows by less than the margin.",
+    "retrieval": "Of what native finds in a long text, little is lost.",
+    "recall": "Of the words that native recalls from a list, little is lost.",
 }
-
 _TASKS: Final = {
     "retrieval": "A secret word in a text of the length.",
-    "recall": "The word of a name in a list; the same questions at every length.",
+    "recall": "The word of a name in a list.",
 }
+_VARIABLES: Final = {
+    "HF_HUB_OFFLINE": "nothing is fetched",
+    "VLLM_NO_USAGE_STATS": "nothing is sent",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "the worker lives in the engine's process: one import of the engine less",
+    "VLLM_USE_V2_MODEL_RUNNER": "the V1 model runner",
+    "VLLM_USE_FLASHINFER_SAMPLER": "greedy decoding has no use for it, and it is compiled on first use",
+}
+#: Where the list of keys points to a table of the reference, or says less than is known here.
+_MEANINGS: Final = {
+    "schema": "the version of this format",
+    "passes": "the healthy runs of the oracle panel",
+    "conditions": "what the requests must have met at least once",
+}
+_WORDS: Final[Mapping[str, Mapping[str, str]]] = {"passes": PASSES, "conditions": CONDITIONS}
 
 
 def explained(study: Study) -> str:
-    """The declaration of :func:`own_study`'s study, as TOML; every key has its explanation beside or above it.
+    """The declaration of :func:`own_study`'s study, as TOML; each key has its meaning beside or right above it.
 
     ``load_study`` of a file with these bytes, in ``study.directory``, gives the study again.
     """
-    return "\n".join(_lines(study)).lstrip("\n") + "\n"
+    return "\n".join(_lines(study)) + "\n"
 
 
 def _lines(study: Study) -> Iterator[str]:
-    def inside(path: Path) -> str:
-        return path.relative_to(study.directory).as_posix()
-
     native, candidate = study.arms["native"], study.arms["candidate"]
     (length,) = study.lengths.values()
-    model, engine, oracle, nll = study.model, study.engine, study.oracle, study.nll
+    model = study.model
+    yield from _text(f"The KV cache of {model.name}: the stock one (native) and {candidate.kv_format} (candidate).")
     yield from _text(
-        f"The KV cache of {model.name}: the stock cache (arm native) and {candidate.kv_format} (arm candidate)."
+        "Written by `kvqual init`. After a change: `kvqual prepare` where panels depend on it, `kvqual freeze`."
     )
-    yield from _text("Written by `kvqual init`; docs/writing-a-study.md has each key. After a change: `kvqual freeze`.")
-    yield from _key("schema", 1, "the version of this format")
-    yield from _key("name", study.name, "in reports, and in the name of the run directory")
-    yield from _key("platform", study.platform, "which gates run it: pytest -m cpu or -m gpu")
-    yield from _key("schedule", study.schedule, "how requests are sent: waves repeat batches exactly")
-    yield from _key("determinism", study.determinism, "what the gate determinism asks for; chosen before the first run")
-
-    yield from _table("model", "As its config.json has it. The folder is named by KVQUAL_MODEL_DIR at each run.")
-    yield from _key("name", model.name, "under which it is served")
-    yield from _key("source", model.source, "nothing that `kvqual model` builds")
-    yield from _key("layers", model.layers, "attention layers, each with its own cache")
-    yield from _key("query_heads", model.query_heads, "query heads of a layer")
-    yield from _key("kv_heads", model.kv_heads, "K and V heads of a layer; query heads share them")
-    yield from _key("head_size", model.head_size, "elements of a head")
-    yield from _key("vocabulary", model.vocabulary, "token ids are below it")
-    yield from _key("files", "model.json", "the SHA-256 of each file of the folder; another file is another study")
-
-    yield from _table("engine", "What both arms share.")
-    yield from _key("distribution", engine.distribution, "the engine's Python package")
-    yield from _key("version", engine.version, "the one version that the gates read")
-    yield from _key("block_size", engine.block_size, "tokens of a cache block")
-    yield from _key("max_num_seqs", engine.max_num_seqs, "requests in a step, at most")
-    yield from _key("max_num_batched_tokens", engine.max_num_batched_tokens, "tokens in a step, at most")
-    yield from _key("flags", engine.flags, "of the server's command line, for both arms; --dtype is the model's")
-    yield from _key("boot_timeout_s", engine.boot_timeout_s, "seconds for a server to start")
-    yield from _key("request_timeout_s", engine.request_timeout_s, "seconds for one request")
-    if engine.unset:
-        yield from _key("unset", engine.unset, "variables that would override the flags, removed from the environment")
-    yield from _table("engine.environment", "Variables of both servers.")
-    for variable, value in engine.environment.items():
-        yield from _key(variable, value, _VARIABLES.get(variable, "as in the shipped study"))
-
-    yield from _table("arms.native", "The stock cache: the control, against which everything is held.")
-    yield from _arm(native)
-    yield from _table("arms.candidate", "What is to be qualified.")
-    yield from _arm(candidate)
+    yield from _keys(study, "", {"schema": 1, **_values(study, "")})
+    yield from _table(study, "model", "[model]", model, "From its config.json. KVQUAL_MODEL_DIR names the folder.")
+    yield from _table(study, "engine", "[engine]", study.engine)
+    yield from _text("", "Variables of every server.")
+    yield "[engine.environment]"
+    for variable, value in study.engine.environment.items():
+        yield from _key(variable, value, _VARIABLES.get(variable, "as in the shipped studies"))
+    for arm, about in (
+        (native, "The stock cache, against which all is held."),
+        (candidate, "What is to be qualified."),
+    ):
+        cell = f" In a cell: {DECLARED[arm.kv_format].line}." if is_declared(arm.kv_format) else ""
+        yield from _table(study, f"arms.{arm.name}", "[arms.NAME]", arm, about + cell)
 
     token = model.layers * model.kv_heads * model.head_size * _PAIR_BYTES
-    yield from _table(f"lengths.{length.tokens}", f"Runs with --length {length.tokens}.")
-    yield from _key(
-        "cache_bytes", length.cache_bytes,
-        f"of the KV pool, in each arm: a wave of full requests, {token} bytes a token in 16 bits",
-    )  # fmt: skip
-    yield from _key("max_model_len", length.max_model_len, "tokens of a request, with some to spare")
-    yield from _key("wave_size", length.wave_size, "requests in a wave, or in flight")
+    name = f"lengths.{length.tokens}"
+    pool = f"Its pool holds a wave of full requests, at {token} bytes a token in 16 bits."
+    yield from _table(study, name, "[lengths.TOKENS]", length, pool)
+    yield from _table(
+        study, f"{name}.panels", "[lengths.TOKENS.panels]", length.panels, "Frozen prompts, as token ids."
+    )
     if length.questions:
-        yield from _key("questions", dict(length.questions), "how many; below, how many of them may be lost")
-    yield from _table(f"lengths.{length.tokens}.panels", "Frozen prompts, as token ids of the model's tokenizer.")
-    for task, path in length.panels.items():
-        yield from _key(task, inside(path), _PANELS[task])
-
-    yield from _table("oracle", "What the gates stale-maps to replay look at, and how much of it at least.")
-    yield from _key("passes", oracle.passes, "as it is; fingerprints for K, V and query; a small pool; reordered")
-    yield from _key("conditions", oracle.conditions, "what the requests must have met at least once")
-    yield from _key("minimum_cells", oracle.minimum_cells, "cells of the cache, compared")
-    yield from _key("minimum_rows", oracle.minimum_rows, "output rows, compared")
-    yield from _key("ambiguous_rows", oracle.ambiguous_rows, "largest share of rows that are near another row's output")
-    yield from _key("short_prompt_tokens", oracle.short_prompt_tokens, "longest prompt of pressure and rotated")
-    yield from _key("poison_prompt_tokens", oracle.poison_prompt_tokens, "longest prompt that a seeded fault is shown")
-    yield from _key("free_blocks", oracle.free_blocks, "blocks of the pool that the pass pressure leaves")
-    yield from _key("rotation", oracle.rotation, "by how many requests an order is rotated")
-
-    yield from _table("parity", "Serial answers over HTTP against the engine in process: no token may differ.")
-    yield from _key("panel", inside(study.parity.panel), "its prompts; determinism sends them too")
-    yield from _key("prompts", study.parity.prompts, "how many")
-    yield from _key("max_tokens", study.parity.max_tokens, "tokens of an answer")
-
-    required = [gate.name for gate in study.gates]
-    yield from _table("nll", "The loss of forced tokens." + ("" if "nll" in required else " The gate is left out."))
-    yield from _key("documents", nll.documents, "texts of the length")
-    yield from _key("decode_steps", nll.decode_steps, "forced tokens of each")
-    yield from _key("margin_nats", nll.margin_nats, "nats a token; the bound of the mean difference must be below")
-    yield from _key("confidence", nll.confidence, "of that bound, one-sided")
-    yield from _key("poison_documents", nll.poison_documents, "texts that a seeded fault is shown")
-
+        yield from _table(study, f"{name}.questions", "[lengths.TOKENS.questions]", length.questions)
+    yield from _table(study, "oracle", "[oracle]", study.oracle)
+    yield from _table(study, "parity", "[parity]", study.parity)
+    yield from _table(study, "nll", "[nll]", study.nll)
     for task, rules in study.preservation.items():
         total = length.questions[task]
-        lost = most_lost(total, rules.limit, rules.confidence)
-        yield from _table(task, f"{_TASKS[task]} Of {total} questions {lost or 0} may be lost.")
-        yield from _key("limit", rules.limit, "the loss probability's bound must be below; gains cancel nothing")
-        yield from _key("confidence", rules.confidence, "of that bound, one-sided")
-        yield from _key(
-            "floor", rules.floor,
-            "least share that native answers right; a model that answers fewer shows no loss: INCONCLUSIVE",
-        )  # fmt: skip
-        yield from _key("max_tokens", rules.max_tokens, "tokens of an answer")
-        yield from _key("stop", rules.stop, "texts that end an answer")
-        yield from _key("run_on", rules.run_on, "texts at which the model has begun to ask itself")
-        yield from _key("reasoning", rules.reasoning or (), "the two marks around thoughts that are no answer")
-        yield from _key("empty_share", rules.empty_share, "largest share of empty answers")
-        yield from _key("truncated_share", rules.truncated_share, "largest share of answers that were cut off")
-        yield from _key("error_share", rules.error_share, "largest share of requests that failed")
-        yield from _key("poison_questions", rules.poison_questions, "questions that a seeded fault is shown")
+        lost = most_lost(total, rules.limit, rules.confidence) or 0
+        harm = f"{_TASKS[task]} Of {total} questions {lost} may be lost; INCONCLUSIVE where native is below the floor."
+        yield from _table(study, task, f"[{task}]", rules, harm)
 
     yield from _text("", "The gates, in order: each rests on those above it. Nothing is timed (docs/timing.md).")
     if missing := open_gates(candidate):
@@ -361,58 +311,43 @@ def _lines(study: Study) -> Iterator[str]:
             "could not be established, and nothing can be timed."
         )
     for gate in study.gates:
-        yield from _table(f"gates.{gate.name}", _GATES[gate.name][0].upper() + _GATES[gate.name][1:] + ".", gap=False)
+        yield from _text(_GATES[gate.name])
+        yield f"[gates.{gate.name}]"
         yield from _key("state", gate.state, "it must pass")
-
     for waiver in study.waivers:
-        yield ""
-        yield from _text("A known finding of the stock cache. A candidate has none; one that is not met fails.")
-        yield "[[waivers]]"
-        yield from _key("arm", waiver.arm, "the control that has it")
-        yield from _key("gate", waiver.gate, "the gate that finds it")
-        yield from _key("finding", waiver.finding, "the kind of finding")
-        yield from _key("reproducer", waiver.reproducer, "where it is shown on its own")
-        yield from _key("reason", waiver.reason, "why it is no fault of this use")
+        yield from _table(study, "[waivers]", "[[waivers]]", waiver)
 
 
-_PANELS: Final = {
-    "nll": "documents, and the tokens that are forced after them",
-    "oracle": "requests around multiples of the block size",
-    "retrieval": "texts with a secret word",
-    "recall": "lists of names and words",
-}
-
-_VARIABLES: Final = {
-    "HF_HUB_OFFLINE": "nothing is fetched",
-    "VLLM_NO_USAGE_STATS": "nothing is sent",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "the worker lives in the engine's process: one import of the engine less",
-    "VLLM_USE_V2_MODEL_RUNNER": "the V1 model runner",
-    "VLLM_USE_FLASHINFER_SAMPLER": "greedy decoding has no use for it, and it is compiled on first use",
-}
-
-
-def _arm(arm: Arm) -> Iterator[str]:
-    cell = DECLARED[arm.kv_format].line if is_declared(arm.kv_format) else "not declared"
-    yield from _key("role", arm.role, "control: each gate's null; candidate: what the verdicts are about")
-    yield from _key("attention_backend", arm.attention_backend, "what each layer must report")
-    yield from _key("kv_format", arm.kv_format, f"what a cell must hold: {cell}")
-    if arm.cache_dtype is not None:
-        yield from _key("cache_dtype", arm.cache_dtype, "the cache tensor's")
-    if arm.flags:
-        yield from _key("flags", arm.flags, "added to the engine's")
-    yield from _key("kernels", arm.kernels, "profiler names that must all be seen in each layer")
-    yield from _key("kernels_absent", arm.kernels_absent, "names of which none may be: those of a fallback")
-    if arm.before_load:
-        yield from _key("before_load", arm.before_load, "called in the worker: it puts the backend in")
-    if arm.scales is not None:
-        yield from _key("scales", "scales/v.json", "one V scale a layer; `kvqual prepare --calibrate` writes them")
-
-
-def _table(name: str, why: str, *, gap: bool = True) -> Iterator[str]:
-    if gap:
-        yield ""
-    yield from _text(why)
+def _table(study: Study, name: str, header: str, record: object, more: str = "") -> Iterator[str]:
+    """One table, with what the reference and ``more`` say of it; ``header`` is the reference's."""
+    about = next(section.about for section in SECTIONS if section.header == header)
+    yield from _text("", about, *([more] if more else []))
     yield f"[{name}]"
+    yield from _keys(study, header, record if isinstance(record, Mapping) else _values(record, header))
+
+
+def _values(record: object, header: str) -> dict[str, object]:
+    """What a record has of the keys of a table; no tables, and nothing that a default says."""
+    found: dict[str, object] = {}
+    for key in keys_of(header):
+        value = getattr(record, "files_path" if (header, key.name) == ("[model]", "files") else key.name, None)
+        if key.type not in (TABLE, TABLES) and not (key.default and value in (None, (), False)):
+            found[key.name] = value
+    found.pop("schema", None)
+    return found
+
+
+def _keys(study: Study, header: str, values: Mapping[str, object]) -> Iterator[str]:
+    for key in keys_of(header):
+        if key.name not in values:
+            continue
+        value = values[key.name]
+        meaning = _MEANINGS.get(key.name, key.meaning) + (f" ({key.unit})" if key.unit else "")
+        if isinstance(value, Path):
+            value = value.relative_to(study.directory).as_posix()
+        for word in value if key.name in _WORDS and isinstance(value, tuple) else ():
+            yield from _text(f"{word}: {_WORDS[key.name][word]}.")
+        yield from _key(key.name, () if value is None else value, meaning)
 
 
 def _text(*lines: str) -> Iterator[str]:
@@ -420,14 +355,13 @@ def _text(*lines: str) -> Iterator[str]:
         yield from ([f"# {it}" for it in textwrap.wrap(line, _WIDTH - 2)] if line else [""])
 
 
-def _key(key: str, value: object, why: str) -> Iterator[str]:
+def _key(key: str, value: object, meaning: str) -> Iterator[str]:
     line = f"{key} = {_toml(value)}"
-    beside = f"{line}  # {why}"
-    if len(beside) <= _WIDTH:
+    if len(beside := f"{line}  # {meaning}") <= _WIDTH:
         yield beside
         return
-    yield from _text(f"{key}: {why}.")
-    if len(line) <= _WIDTH or not isinstance(value, (tuple, list)):
+    yield from _text(f"{key}: {meaning}.")
+    if len(line) <= _WIDTH or not isinstance(value, tuple):
         yield line
         return
     yield f"{key} = ["
@@ -445,8 +379,6 @@ def _toml(value: object) -> str:
     if isinstance(value, str):
         # TOML knows JSON's escapes, but no pair of surrogates, and wants DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, Iterable):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "[" + ", ".join(map(_toml, value)) + "]" if isinstance(value, tuple) else repr(value)
