@@ -27,7 +27,7 @@ from pytest_kvqual.oracles import reproducer
 from pytest_kvqual.study.load import find_study, load_study, select
 
 #: Commands of what is not there yet; each goes from here when it is.
-PENDING = ("kvqual init", "pytest --pyargs")
+PENDING = ("pytest --pyargs",)
 STUDIES = ("smollm2-cpu-fp8",)
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_-]*")
 
