@@ -233,14 +233,16 @@ def _init_arguments(init: argparse.ArgumentParser) -> None:
         "--candidate", "--kv-cache-dtype", default="k16v8", metavar="NAME",
         help="k16v8, k16v16 (this project's backends), fp8_e4m3 or fp8, fp8_e5m2 (default: %(default)s)",
     )  # fmt: skip
-    init.add_argument("--platform", choices=("cpu", "gpu"), default="cpu", help="default: %(default)s")
+    init.add_argument(
+        "--platform", choices=("cpu", "gpu"), default="cpu", help="which runs the gates (default: %(default)s)"
+    )
     init.add_argument("--length", type=int, default=1024, metavar="N", help="in tokens (default: %(default)s)")
     init.add_argument(
         "--text", type=Path, metavar="FILE", help="cut the panels from it (default: the topics of this Python)"
     )
     init.add_argument(
         "--without", action="append", default=[], choices=("nll", "retrieval", "recall"), metavar="GATE",
-        help="leave a gate out that the model cannot take: nll, retrieval or recall; may be repeated",
+        help="leave out one that the model cannot take: nll, retrieval or recall; may be repeated",
     )  # fmt: skip
     init.add_argument("--output", type=Path, metavar="DIR", help="the study's folder (default: ./MODEL-CANDIDATE)")
     init.add_argument(
