@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Final
 
 from pytest_kvqual.errors import KvqualError, RefusedError, StudyError
 from pytest_kvqual.model_config import refuse_other_attention, sizes_of
-from pytest_kvqual.own_study import CANDIDATES, Platform, explained, open_gates, own_study
+from pytest_kvqual.own_study import CANDIDATES, Platform, explained, open_gates, own_study, plain
 from pytest_kvqual.prepare import Texts, read_text, tokenizer_of, write_panels, write_scales
 from pytest_kvqual.study.freeze import freeze_command
 from pytest_kvqual.study.load import STUDY_FILE, load_study
@@ -57,15 +56,13 @@ def init(
         ServerError: The engine in which they are made did not start or did not answer.
     """
     candidate = _ALIASES.get(candidate, candidate)
-    if candidate not in CANDIDATES[platform]:
-        raise StudyError(
-            f"--candidate: found '{candidate}', expected one of {', '.join(CANDIDATES[platform])} on a {platform}"
-        )
+    if candidate not in CANDIDATES:
+        raise StudyError(f"--candidate: found '{candidate}', expected one of {', '.join(CANDIDATES)}")
     model = model.expanduser().absolute()
     refuse_other_attention(model)
     sizes = sizes_of(model)
     tokenizer_of(model)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", model.name).strip("-._") or "model"
+    name = plain(model.name)
     folder = (Path(f"{name}-{candidate}".lower()) if output is None else output.expanduser()).absolute()
     if folder.exists():
         raise StudyError(f"found {folder}, expected no such folder: a study is not overwritten", advice="--output DIR")
@@ -80,13 +77,12 @@ def init(
             place = Path(scratch, folder.name)
             place.mkdir()
             (place / STUDY_FILE).write_text(explained(study), encoding="utf-8")
-            lines = [f"{STUDY_FILE}: written, each line explained"]
-            lines += write_panels(load_study(str(place)), model, texts)
+            yield f"{folder}, from {texts.sources[0].line()}"
+            yield f"  {STUDY_FILE}: written, each line explained"
+            yield from (f"  {line}" for line in write_panels(load_study(str(place)), model, texts))
             place.rename(folder)
     except OSError as error:
         raise StudyError(f"cannot write {folder}: {error.strerror or error}") from error
-    yield f"{folder}: {texts.sources[0].line()}"
-    yield from (f"  {line}" for line in lines)
     yield from _finish(load_study(str(folder)), model, texts, text, calibrate=calibrate)
 
 

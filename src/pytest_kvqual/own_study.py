@@ -7,6 +7,7 @@ worked out here.
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +22,12 @@ from pytest_kvqual.study.keys import CONDITIONS, PASSES, SECTIONS, TABLE, TABLES
 from pytest_kvqual.study.load import load_study
 from pytest_kvqual.study.model import Arm, GatePlan, Length, Model, Study
 
-__all__ = ["CANDIDATES", "FEWEST_TOKENS", "LEAVABLE", "explained", "open_gates", "own_study"]
+__all__ = ["CANDIDATES", "FEWEST_TOKENS", "LEAVABLE", "explained", "open_gates", "own_study", "plain"]
 
 Platform = Literal["cpu", "gpu"]
 
-#: What a candidate may be, by platform: a format of our own backends, or a value of --kv-cache-dtype.
-CANDIDATES: Final[Mapping[Platform, tuple[str, ...]]] = {
-    "cpu": ("k16v8", "k16v16", "fp8_e4m3", "fp8_e5m2"),
-    "gpu": ("k16v8", "k16v16", "fp8_e4m3", "fp8_e5m2"),
-}
+#: What a candidate may be: a format of this project's backends, or a value of --kv-cache-dtype.
+CANDIDATES: Final = ("k16v8", "k16v16", "fp8_e4m3", "fp8_e5m2")
 #: Gates that a model may be unable to take, and that a study may do without.
 LEAVABLE: Final = ("nll", "retrieval", "recall")
 FEWEST_TOKENS: Final = 128
@@ -67,7 +65,7 @@ def own_study(
     """The study of a model: the shipped one of its platform, with this model's sizes, two arms and one length.
 
     Args:
-        directory: The study's folder; it need not be there. Its name becomes the study's.
+        directory: The study's folder; it need not be there. Its name becomes the study's, as :func:`plain` has it.
         model: The served model's name.
         sizes: The model's.
         platform: ``cpu`` or ``gpu``.
@@ -114,7 +112,7 @@ def own_study(
         if not flag.startswith("--hf-overrides=")
     ]
     return Study(
-        name=directory.name,
+        name=plain(directory.name),
         directory=directory,
         platform=platform,
         model=Model(
@@ -167,6 +165,11 @@ def own_study(
         timing={},
         waivers=tuple(waiver for waiver in base.waivers if waiver.arm == "native"),
     )
+
+
+def plain(text: str) -> str:
+    """A name that a study may have, like ``text``."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._") or "own"
 
 
 def open_gates(arm: Arm) -> tuple[str, ...]:
@@ -247,7 +250,7 @@ _VARIABLES: Final = {
     "VLLM_USE_V2_MODEL_RUNNER": "the V1 model runner",
     "VLLM_USE_FLASHINFER_SAMPLER": "greedy decoding has no use for it, and it is compiled on first use",
 }
-#: Where the list of keys points to a table of the reference, or says less than is known here.
+#: Where the list of keys points to a table of the reference.
 _MEANINGS: Final = {
     "schema": "the version of this format",
     "passes": "the healthy runs of the oracle panel",

@@ -71,6 +71,12 @@ def test_the_same_model_gives_the_same_files(world: SimpleNamespace) -> None:
         assert Path("one", file).read_bytes() == Path("two", file).read_bytes()
 
 
+def test_any_folder_gives_a_name(world: SimpleNamespace) -> None:
+    """A folder whose name no study may have has a study with a like one."""
+    assert run(world, "--output", "under/my study!") == 0
+    assert load_study("under/my study!").name == "my-study"
+
+
 def test_without_a_boot_the_rest_is_told(world: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     """The study waits for its scales, and the command that was told makes them from the same text."""
     assert run(world, "--no-calibrate") == 0

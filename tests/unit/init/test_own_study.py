@@ -37,7 +37,7 @@ def asked(draw: st.DrawFn) -> dict[str, object]:
     length = draw(st.integers(FEWEST_TOKENS, 40_000))
     return {
         "platform": platform,
-        "candidate": draw(st.sampled_from(CANDIDATES[platform])),
+        "candidate": draw(st.sampled_from(CANDIDATES)),
         "length": length,
         "without": draw(st.lists(st.sampled_from(LEAVABLE), unique=True)),
         "model": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,20}", fullmatch=True)),
