@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     study_of(doctor)
     doctor.add_argument("--gsm8k", type=Path, metavar="FILE", help="look at this test set; else at the hub's cache")
+    init = command("init", _init, "write the study of a model in a folder, each line explained, and freeze it")
+    _init_arguments(init)
     prepare = command(
         "prepare", _prepare, "write the files of a study that are made from its model's tokenizer and weights"
     )
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--topics", type=Path, metavar="FILE", help="CPython 3.11.7's pydoc_data/topics.py (default: this Python's)"
     )
+    prepare.add_argument("--text", type=Path, metavar="FILE", help="of a study that `init` wrote: the text given to it")
     prepare.add_argument(
         "--calibrate", action="store_true", help="write the V scales too: boots the study's first control"
     )
@@ -234,6 +237,48 @@ def _model(args: argparse.Namespace) -> int:
     return 0
 
 
+def _init_arguments(init: argparse.ArgumentParser) -> None:
+    init.add_argument("model", type=Path, metavar="MODEL_DIR", help="config.json, tokenizer and safetensors")
+    init.add_argument(
+        "--candidate", "--kv-cache-dtype", default="k16v8", metavar="NAME",
+        help="k16v8, k16v16 (this project's backends), fp8_e4m3 or fp8, fp8_e5m2 (default: %(default)s)",
+    )  # fmt: skip
+    init.add_argument(
+        "--platform", choices=("cpu", "gpu"), default="cpu", help="which runs the gates (default: %(default)s)"
+    )
+    init.add_argument("--length", type=int, default=1024, metavar="N", help="in tokens (default: %(default)s)")
+    init.add_argument(
+        "--text", type=Path, metavar="FILE", help="cut the panels from it (default: the topics of this Python)"
+    )
+    init.add_argument(
+        "--without", action="append", default=[], choices=("nll", "retrieval", "recall"), metavar="GATE",
+        help="leave out one that the model cannot take: nll, retrieval or recall; may be repeated",
+    )  # fmt: skip
+    init.add_argument("--output", type=Path, metavar="DIR", help="the study's folder (default: ./MODEL-CANDIDATE)")
+    init.add_argument(
+        "--no-calibrate", dest="calibrate", action="store_false",
+        help="make no V scales: boot nothing, and say how they are made",
+    )  # fmt: skip
+
+
+def _init(args: argparse.Namespace) -> int:
+    from pytest_kvqual.init import init
+
+    lines = init(
+        args.model,
+        output=args.output,
+        candidate=args.candidate,
+        platform=args.platform,
+        length=args.length,
+        text=args.text,
+        without=args.without,
+        calibrate=args.calibrate,
+    )
+    for line in lines:
+        print(line, flush=True)
+    return 0
+
+
 def _prepare(args: argparse.Namespace) -> int:
     from pytest_kvqual.prepare import prepare
 
@@ -243,6 +288,7 @@ def _prepare(args: argparse.Namespace) -> int:
         model=args.model.absolute(),
         bible=args.bible,
         topics=args.topics,
+        text=args.text,
         calibrate=args.calibrate,
     )
     for line in lines:

@@ -1,8 +1,9 @@
 """What ``kvqual prepare`` does: the files of a study that are made from its model's own tokenizer and weights.
 
 A study whose model names a repository is committed without them, since neither the weights nor the tokenizer are this
-project's to ship. ``prepare`` reads the model's folder and writes the panels and the digests of the model's files; with
-``--calibrate`` it boots the study's first control, and writes the V scales from what that engine hands to its cache.
+project's to ship; that of somebody's own model (``kvqual init``) is written without them. ``prepare`` reads the model's
+folder and writes the panels and the digests of the model's files; with ``--calibrate`` it boots the study's first
+control, and writes the V scales from what that engine hands to its cache.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import json
 import math
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes, sha256_file
-from pytest_kvqual._decode import Table, one_line, parse_json
+from pytest_kvqual._decode import one_line
 from pytest_kvqual.errors import CaptureError, ModelError, RefusedError, StudyError
-from pytest_kvqual.study.build import CPYTHON, KJV, Built, Source, build, encode_rows, recipe_of, v_scale
+from pytest_kvqual.model_config import CONFIG_FILE, sizes_of
+from pytest_kvqual.study.build import CPYTHON, KJV, SHIPPED, Built, Source, build, encode_rows, recipe_of, v_scale
 from pytest_kvqual.study.freeze import lock_path
 from pytest_kvqual.study.load import STUDY_FILE, argument, load_study, require_own
 from pytest_kvqual.study.model import Selection, Study
@@ -37,6 +41,7 @@ _GEOMETRY = {
     "layers": "num_hidden_layers",
     "query_heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
     "vocabulary": "vocab_size",
 }
 _BIBLE = ("bible", "-f", "gen1:1-rev22:21")
@@ -56,19 +61,34 @@ class Tokenizer:
         return list(self.plain.encode(text, add_special_tokens=False).ids)
 
     def chat(self, question: str) -> list[int]:
-        """The token ids of a user's message under the model's chat template, up to where the answer begins."""
+        """The token ids of a user's message under the model's chat template, up to where the answer begins.
+
+        A model without a template is asked the bare question.
+
+        Raises:
+            ModelError: The tokenizer or its template cannot be used.
+        """
         message = [{"role": "user", "content": question}]
         try:
             template = _chat_template(self.folder)
-            text = template.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            if template.chat_template is None:
+                return self.encode(question)
+            return self.encode(template.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
         except ModelError:
             raise
-        except Exception as error:  # the package's own, and those of the template's engine
+        except Exception as error:  # the template is a program of the model's
             raise ModelError(
                 one_line(f"{self.folder}: found no chat template that can be used: {error}"),
                 advice="give the folder of an instruction model, whole",
             ) from None
-        return self.encode(text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """What panels are cut from: each source, and its text by its name."""
+
+    sources: tuple[Source, ...]
+    texts: Mapping[str, str]
 
 
 def prepare(
@@ -78,6 +98,7 @@ def prepare(
     model: Path,
     bible: Path | None = None,
     topics: Path | None = None,
+    text: Path | None = None,
     calibrate: bool = False,
 ) -> Iterator[str]:
     """Write the panels of a study and the digests of its model's files; yields one line about each file.
@@ -89,58 +110,123 @@ def prepare(
         name_or_path: As :func:`pytest_kvqual.study.load.find_study` takes it.
         format: As :func:`pytest_kvqual.study.load.load_study` takes it.
         model: The model's folder, with no other file in it than the model's.
-        bible: As :func:`read_bible` takes it.
-        topics: As :func:`read_topics` takes it.
+        bible: As :func:`read_bible` takes it; not for a study whose model names no repository.
+        topics: As :func:`read_topics` takes it; not for a study whose model names no repository.
+        text: As :func:`read_text` takes it, for a study whose model names no repository.
         calibrate: Write the V scales too: :func:`largest_v`.
 
     Raises:
-        StudyError: The study is not one that is prepared, or lies in the installed package; a text is missing or
-            another one; a panel does not fit.
+        StudyError: The study is not one that is prepared, or lies in the installed package; a text is missing, another
+            one, or of another kind of study; a panel does not fit.
         ModelError: The folder holds no model that can be read, or one of another geometry.
         RefusedError: ``calibrate`` on a host without the device that the study is for.
         ServerError: The control that is calibrated in did not start or did not answer.
     """
     study = load_study(name_or_path, format)
-    if study.model.files_path is None or study.model.repository is None:
+    if study.model.files_path is None:
         raise StudyError(
-            f"study {study.name}: found no repository and no file of digests in [model], expected both: its files are "
-            "committed with it",
+            f"study {study.name}: found no file of digests in [model], expected one: its files are committed with it",
             advice="`kvqual model` builds the embedded study's model",
         )
     require_own(study)
+    own = study.model.repository is None
+    if own and (bible is not None or topics is not None):
+        raise StudyError(f"study {study.name}: found --bible or --topics, expected --text FILE or none of them")
+    if not own and text is not None:
+        raise StudyError(f"study {study.name}: found --text, expected none: it is cut from the shipped texts")
     if calibrate:
         # Before the minutes that the rest takes.
         _device(study)
-    _check_places(study, study.model.files_path)
-    files = model_files(model)
-    _fits(study, model)
-    tokenizer = tokenizer_of(model)
-    texts = {"cpython": read_topics(topics), "kjv": read_bible(bible)}
-    windows, panels = build(
-        recipe_of(study), texts, encode=tokenizer.encode, chat=tokenizer.chat, tokenizer_sha256=tokenizer.sha256
+    texts = (
+        read_text(text)
+        if own
+        else Texts(sources=SHIPPED, texts={CPYTHON.name: read_topics(topics), KJV.name: read_bible(bible)})
     )
-    for panel in panels:
-        for path in _places(study, panel):
-            yield _write(study, path, panel.data)
-    yield _write(study, study.model.files_path, pretty_bytes({"schema": 1, "files": files}))
+    yield from write_panels(study, model, texts)
     prepared = load_study(name_or_path, format)
-    check_panels(prepared)
     if calibrate:
-        control = study.controls()[0].name
-        yield f"calibrating: arm {control}, {sum(map(len, windows))} tokens that are in no panel's document"
-        scales = encode_rows({"schema": 1}, "v_scale", v_scale(largest_v(prepared, model, windows)))
-        for path in dict.fromkeys(arm.scales for arm in study.arms.values() if arm.scales is not None):
-            yield _write(study, path, scales)
+        yield from write_scales(prepared, model, texts)
         prepared = load_study(name_or_path, format)
     yield f"gates of it need KVQUAL_MODEL_DIR={model}"
     if prepared.missing:
         names = ", ".join(path.relative_to(study.directory).as_posix() for path in prepared.missing)
+        again = "" if text is None else f" --text {text}"
         yield (
-            f"not there yet: {names}; run `kvqual prepare {argument(study)} --model {model} --calibrate` where "
+            f"not there yet: {names}; run `kvqual prepare {argument(study)} --model {model}{again} --calibrate` where "
             f"arm {study.controls()[0].name} boots, or put scales of your own there"
         )
-    else:
+    elif study.timing:
         yield f"next: kvqual trace, kvqual plan and kvqual freeze {argument(study)}"
+    else:
+        yield f"next: kvqual freeze {argument(study)}"
+
+
+def write_panels(study: Study, model: Path, texts: Texts) -> Iterator[str]:
+    """Write the panels of a study, and last the digests of its model's files; yields one line about each file.
+
+    Raises:
+        StudyError: A text is used up; a panel does not fit, or lies where another file is; of a study whose model names
+            no repository, panels that are there were cut from another text.
+        ModelError: As :func:`prepare`.
+    """
+    if study.model.files_path is None:
+        raise StudyError(f"study {study.name}: found no file of digests in [model], expected one")
+    _check_places(study, study.model.files_path)
+    files = model_files(model)
+    _fits(study, model)
+    for panel in _build(study, model, texts)[1]:
+        for path in _places(study, panel):
+            if study.model.repository is None:
+                _same_text(path, panel.data)
+            yield _write(study, path, panel.data)
+    yield _write(study, study.model.files_path, pretty_bytes({"schema": 1, "files": files}))
+    check_panels(load_study(str(study.directory), study.model.format))
+
+
+def write_scales(study: Study, model: Path, texts: Texts) -> Iterator[str]:
+    """Boot the first control, and write the V scales of every arm that has some; yields one line about each file.
+
+    Raises:
+        RefusedError: There is no device that the study is for.
+        ServerError: The control did not start or did not answer.
+        CaptureError: It told of other layers than the model has.
+        StudyError: The largest |V| of a layer makes no scale of its own.
+    """
+    _device(study)
+    windows = _build(study, model, texts)[0]
+    control = study.controls()[0].name
+    yield f"calibrating: arm {control}, {sum(map(len, windows))} tokens that are in no panel's document"
+    scales = encode_rows({"schema": 1}, "v_scale", v_scale(largest_v(study, model, windows)))
+    for path in dict.fromkeys(arm.scales for arm in study.arms.values() if arm.scales is not None):
+        yield _write(study, path, scales)
+
+
+def _build(study: Study, model: Path, texts: Texts) -> tuple[list[list[int]], Iterator[Built]]:
+    tokenizer = tokenizer_of(model)
+    return build(
+        recipe_of(study, texts.sources),
+        texts.texts,
+        encode=tokenizer.encode,
+        chat=tokenizer.chat,
+        tokenizer_sha256=tokenizer.sha256,
+        sources=texts.sources,
+    )
+
+
+def _same_text(path: Path, data: bytes) -> None:
+    """Refuse to write a panel of one text over that of another: it would be another study."""
+    if not path.is_file():
+        return
+    try:
+        before = json.loads(path.read_bytes())["sources"]
+    except (ValueError, KeyError, TypeError):
+        return  # no panel: it is written anew
+    now = json.loads(data)["sources"]
+    if before != now:
+        raise StudyError(
+            f"{path}: found a panel cut from {one_line(str(before[:1]))}, expected {one_line(str(now[:1]))}",
+            advice="give the same --text FILE as before, or begin a new study with `kvqual init`",
+        )
 
 
 def _device(study: Study) -> None:
@@ -248,30 +334,24 @@ def model_files(model: Path) -> dict[str, str]:
 
 def _fits(study: Study, model: Path) -> None:
     """Hold the model's own configuration against the study's geometry."""
-    path = model / "config.json"
-    config = Table(parse_json(path.read_bytes(), origin=str(path), error=ModelError), origin=str(path),
-                   error=ModelError, known=None)  # fmt: skip
-    expected = {key: getattr(study.model, ours) for ours, key in _GEOMETRY.items()}
-    found = {key: config.integer(key, minimum=1) for key in expected}
-    expected["head_dim"] = study.model.head_size
-    found["head_dim"] = (
-        config.integer("head_dim", minimum=1)
-        if config.has("head_dim") and config.raw("head_dim") is not None
-        else config.integer("hidden_size", minimum=1) // found["num_attention_heads"]
+    sizes = sizes_of(model)
+    advice = (
+        f"give the folder of {study.model.repository} at {study.model.revision}"
+        if study.model.repository is not None
+        else "give the folder that the study was written for"
     )
-    advice = f"give the folder of {study.model.repository} at {study.model.revision}"
-    for key, value in expected.items():
-        if found[key] != value:
+    for ours, key in _GEOMETRY.items():
+        found, expected = getattr(sizes, ours), getattr(study.model, ours)
+        if found != expected:
             raise ModelError(
-                f"{path}: found {key} {found[key]}, expected {value}, as study {study.name} declares", advice=advice
+                f"{model / CONFIG_FILE}: found {key} {found}, expected {expected}, as study {study.name} declares",
+                advice=advice,
             )
     # All formats of a model have its geometry. The engine's names of kernels begin with that of the quantisation.
-    packed = config.has("quantization_config") and config.raw("quantization_config") is not None
-    method = config.table("quantization_config", known=None).string("quant_method") if packed else ""
-    wanted = _quantisation(study.engine.flags)
-    if bool(method) is not bool(wanted) or not wanted.startswith(method):
+    method, wanted = sizes.quantisation, _quantisation(study.engine.flags)
+    if study.model.repository is not None and (bool(method) is not bool(wanted) or not wanted.startswith(method)):
         raise ModelError(
-            f"{path}: found {f'the quantisation {method}' if method else 'no quantisation'}, expected "
+            f"{model / CONFIG_FILE}: found {f'the quantisation {method}' if method else 'no quantisation'}, expected "
             f"{wanted or 'none'}, as the flags of study {argument(study)} say",
             advice=advice,
         )
@@ -372,13 +452,19 @@ def read_topics(path: Path | None) -> str:
     Raises:
         StudyError: There is none, or it is another one.
     """
-    if path is None:
-        spec = importlib.util.find_spec("pydoc_data.topics")
-        if spec is None or spec.origin is None:
-            raise StudyError("found no pydoc_data.topics in this Python", advice="give --topics FILE")
-        path = Path(spec.origin)
-    data = _checked(CPYTHON, _read(path), advice="give CPython 3.11.7's Lib/pydoc_data/topics.py with --topics FILE")
-    topics = _literal(data.decode("utf-8"))
+    data = _read(_topics_file() if path is None else path)
+    data = _checked(CPYTHON, data, advice="give CPython 3.11.7's Lib/pydoc_data/topics.py with --topics FILE")
+    return _joined(_literal(data.decode("utf-8")))
+
+
+def _topics_file() -> Path:
+    spec = importlib.util.find_spec("pydoc_data.topics")
+    if spec is None or spec.origin is None:
+        raise StudyError("found no pydoc_data.topics in this Python, expected it", advice="give a file of the text")
+    return Path(spec.origin)
+
+
+def _joined(topics: Mapping[str, str]) -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
@@ -401,6 +487,33 @@ def read_bible(path: Path | None) -> str:
             raise StudyError(f"cannot run {_BIBLE[0]}: {one_line(str(error))}", advice=advice) from None
     text = _checked(KJV, data, advice=advice).decode("ascii")
     return "\n".join(re.sub(r"^\S+ ", "", line) for line in text.splitlines())
+
+
+def read_text(path: Path | None) -> Texts:
+    """The one text that the panels of somebody's own model are cut from.
+
+    Args:
+        path: A file of text; None for the topics of the running Python's ``pydoc_data``, whatever its version.
+
+    Raises:
+        StudyError: It cannot be read, is no UTF-8, or holds no text.
+    """
+    if path is None:
+        topics = _topics_file()
+        data = _read(topics)
+        label = f"CPython {sys.version.split()[0]}, Lib/pydoc_data/topics.py (PSF-2.0)"
+        found = _joined(_literal(data.decode("utf-8", "replace")))
+        path = topics
+    else:
+        data, label = _read(path), path.name
+        try:
+            found = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise StudyError(f"{path}: found the byte 0x{data[error.start]:02x}, expected a text in UTF-8") from None
+    if not found.strip():
+        raise StudyError(f"{path}: found no text, expected some to cut panels from", advice="give --text FILE")
+    source = Source(name="text", label=label, sha256=sha256_bytes(data))
+    return Texts(sources=(source,), texts={source.name: found})
 
 
 def _literal(text: str) -> dict[str, str]:

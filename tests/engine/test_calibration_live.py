@@ -8,7 +8,7 @@ import pytest
 
 from pytest_kvqual.models import model_folder
 from pytest_kvqual.prepare import largest_v, read_bible, read_topics, tokenizer_of
-from pytest_kvqual.study.build import CALIBRATION, build, recipe_of, v_scale
+from pytest_kvqual.study.build import CALIBRATION_TOKENS, build, recipe_of, v_scale
 from pytest_kvqual.study.load import load_study
 from pytest_kvqual.study.panels import load_scales
 
@@ -24,7 +24,7 @@ def test_what_the_control_hands_to_its_cache_gives_the_studys_scales() -> None:
     windows, _ = build(
         recipe_of(study), texts, encode=tokenizer.encode, chat=tokenizer.chat, tokenizer_sha256=tokenizer.sha256
     )
-    assert [len(window) for window in windows] == [count for _, count in CALIBRATION]
+    assert sum(map(len, windows)) == CALIBRATION_TOKENS
     found = v_scale(largest_v(study, model, windows))
     scales = study.arms["candidate"].scales
     assert isinstance(scales, Path)

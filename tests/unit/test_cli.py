@@ -36,6 +36,7 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         "plan",
         "model",
         "doctor",
+        "init",
         "prepare",
         "checkout",
         "report",
@@ -58,7 +59,7 @@ def test_help_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["prepare", "nothing", "--model", "m"], "kvqual prepare: found no study 'nothing', expected"),
         (
             ["prepare", "smollm2-cpu", "--model", "m"],
-            "kvqual prepare: study smollm2-cpu: found no repository and no file of digests",
+            "kvqual prepare: study smollm2-cpu: found no file of digests",
         ),
         (["checkout", "nowhere"], "kvqual checkout: "),
         (["report", "nowhere"], "kvqual report: nowhere: found no receipt, expected some"),

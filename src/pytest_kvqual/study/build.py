@@ -1,12 +1,12 @@
-"""Build the panels of a study from two texts and a tokenizer. Pure: same texts, tokenizer and recipe, same bytes.
+"""Build the panels of a study from texts and a tokenizer. Pure: same texts, tokenizer and recipe, same bytes.
 
-Panels are cut from two streams of token ids, the topics of CPython's ``pydoc_data`` and the King James text. Each
-window is taken once, in the order of :func:`build`; a window that shares a run of :data:`RUN` tokens with an earlier
-one is moved on until it shares none (both texts repeat themselves). So no two items overlap within a panel. With one
-pass over the texts (``Recipe.anew`` false) none overlap across panels either. A recipe that needs more text than there
-is takes the fillers of retrieval and the prompts of timing each from the beginning again; the documents of nll, the
-requests of the oracle and the excerpts of parity overlap none of each other, and the calibration text of the scales
-overlaps none of them, under either.
+Panels are cut from streams of token ids: those of the shipped studies from two, the topics of CPython's ``pydoc_data``
+and the King James text; those of somebody's own model from one text. Each window is taken once, in the order of
+:func:`build`; a window that shares a run of :data:`RUN` tokens with an earlier one is moved on until it shares none
+(such texts repeat themselves). So no two items overlap within a panel. With one pass over the texts (``Recipe.anew``
+false) none overlap across panels either. A recipe that needs more text than there is takes the fillers of retrieval and
+the prompts of timing each from the beginning again; the documents of nll, the requests of the oracle and the excerpts
+of parity overlap none of each other, and the calibration text of the scales overlaps none of them, under either.
 
 Windows of documents, the needles' places and the lists of names are drawn by SHA-256, not by a generator of a library.
 """
@@ -27,6 +27,7 @@ __all__ = [
     "CPYTHON",
     "KJV",
     "OWN",
+    "SHIPPED",
     "Built",
     "Recipe",
     "Source",
@@ -72,6 +73,8 @@ KJV: Final = Source(
     label="Debian bible-kjv-text 4.38, printed by bible-kjv 4.38 as gen1:1-rev22:21 (public domain)",
     sha256="cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d",
 )
+#: What the panels of the shipped studies are cut from.
+SHIPPED: Final = (CPYTHON, KJV)
 #: The questions of this module.
 OWN: Final = Source(name="own", label="questions of build.py (Apache-2.0)", sha256="")
 
@@ -160,19 +163,26 @@ class Built:
 
 #: Of a study's own recipe: the numbers of other names and the places of the needle, in turn.
 OTHERS: Final = (3, 7, 15, 31)
+#: The same for the small models that a CPU serves.
+FEW_OTHERS: Final = (0, 0, 0, 1)
 DEPTHS: Final = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95)
 #: Beside those around the block size, prompts of the oracle panel; and the tokens to generate, in turn.
 ORACLE_PROMPTS: Final = (127, 128, 129, 200, 255, 256, 257, 383)
 ORACLE_STEPS: Final = (5, 9, 7, 4, 11, 3, 12, 6, 14, 8)
 EXCERPTS: Final = (20, 24, 33, 40, 52, 64, 80, 100, 127, 128, 160, 200)
-CALIBRATION: Final = (("cpython", 1024), ("kjv", 1024), ("cpython", 1024), ("kjv", 1024))
+#: Tokens for the scales, and how many of them a window has at most.
+CALIBRATION_TOKENS, CALIBRATION_WINDOW = 4096, 1024
 PAIRS: Final = (4, 8, 12, 16)
 #: From this length on the topics of CPython, some 110,000 tokens, give fewer documents than the King James text.
 LONG: Final = 4096
 
 
-def recipe_of(study: Study) -> Recipe:
+def recipe_of(study: Study, sources: Sequence[Source] = SHIPPED) -> Recipe:
     """The recipe that follows from a study's declaration: sizes and numbers are the study's, the rest is this module's.
+
+    Args:
+        study: The study; of a length without an nll or oracle panel none is cut.
+        sources: The texts that there are, one or two.
 
     Raises:
         StudyError: The study asks for fewer parity prompts than there are :data:`QUESTIONS`, or for more canaries at a
@@ -184,6 +194,9 @@ def recipe_of(study: Study) -> Recipe:
     around = {near for size in (block, 2 * block) for near in (size - 1, size, size + 1)}
     prompts = sorted({1, *(tokens for tokens in (*around, *ORACLE_PROMPTS) if tokens > 0)})
     few = {length: documents * 3 // 16 if length >= LONG else documents // 2 for length in study.lengths}
+    names = tuple(source.name for source in sources)
+    window = min(CALIBRATION_WINDOW, max(study.lengths))
+    others = OTHERS if study.platform == "gpu" else FEW_OTHERS
     canaries = max((sum(cell.canaries for cell in rules.cells) for rules in study.timing.values()), default=0)
     if canaries > parity.prompts - len(QUESTIONS):
         raise StudyError(
@@ -192,19 +205,22 @@ def recipe_of(study: Study) -> Recipe:
         )
     return Recipe(
         documents={
-            length: (("cpython", few[length]), ("kjv", documents - few[length]))
+            length: ((names[0], few[length]), (names[1], documents - few[length]))
+            if names[1:]
+            else ((names[0], documents),)
             for length in sorted(study.lengths, reverse=True)
+            if "nll" in study.lengths[length].panels
         },
         decode_steps=study.nll.decode_steps,
         oracle=tuple((tokens, ORACLE_STEPS[i % len(ORACLE_STEPS)]) for i, tokens in enumerate(prompts)),
-        oracle_long={length: (_most(length), 10) for length in study.lengths},
+        oracle_long={length: (_most(length), 10) for length, it in study.lengths.items() if "oracle" in it.panels},
         parity_excerpts=tuple(EXCERPTS[i % len(EXCERPTS)] for i in range(parity.prompts - len(QUESTIONS))),
         parity_tokens=parity.max_tokens,
         retrieval={
             length.tokens: (
                 length.tokens - length.tokens // 32,
                 tuple(
-                    (OTHERS[i % len(OTHERS)], DEPTHS[i // len(OTHERS) % len(DEPTHS)])
+                    (others[i % len(others)], DEPTHS[i // len(others) % len(DEPTHS)])
                     for i in range(length.questions["retrieval"])
                 ),
             )
@@ -220,7 +236,7 @@ def recipe_of(study: Study) -> Recipe:
         timing_tokens=max((cell.max_tokens for rules in study.timing.values() for cell in rules.cells), default=0),
         canaries=tuple(f"p{len(QUESTIONS) + i:02d}" for i in range(canaries)),
         echo=True,
-        calibration=CALIBRATION,
+        calibration=tuple((names[i % len(names)], window) for i in range(-(-CALIBRATION_TOKENS // window))),
         anew=True,
     )
 
@@ -263,21 +279,28 @@ class _Stream:
         raise StudyError(
             f"the text '{self._name}': found {len(self._ids)} tokens, all of them used, expected a window of {count} "
             "more",
-            advice="ask for fewer documents or questions, or a shorter length",
+            advice="give a longer text, or ask for fewer documents or questions, or a shorter length",
         )
 
 
 def build(
-    recipe: Recipe, texts: Mapping[str, str], *, encode: Encode, chat: Encode, tokenizer_sha256: str
+    recipe: Recipe,
+    texts: Mapping[str, str],
+    *,
+    encode: Encode,
+    chat: Encode,
+    tokenizer_sha256: str,
+    sources: Sequence[Source] = SHIPPED,
 ) -> tuple[list[list[int]], Iterator[Built]]:
     """The calibration windows, and every panel. The order of the calls is the order in which windows are taken.
 
     Args:
         recipe: What is wanted.
-        texts: The texts ``cpython`` and ``kjv``.
+        texts: The text of each source, by its name.
         encode: The token ids of a text, without special tokens.
         chat: The token ids of a user's message under the model's chat template, up to where the answer begins.
         tokenizer_sha256: Of the tokenizer's file; it stands in each panel.
+        sources: Where the texts are from, one or two. Fillers of retrieval and prompts of timing are cut from the last.
 
     Raises:
         StudyError: A text is used up (also while the panels are read).
@@ -290,7 +313,7 @@ def build(
 
     first = streams()
     calibration = [first[name].take(count) for name, count in recipe.calibration]
-    return calibration, _panels(recipe, first, streams, encode, chat, tokenizer_sha256)
+    return calibration, _panels(recipe, first, streams, encode, chat, tokenizer_sha256, sources)
 
 
 def _panels(
@@ -300,7 +323,10 @@ def _panels(
     encode: Encode,
     chat: Encode,
     tokenizer_sha256: str,
+    texts: Sequence[Source],
 ) -> Iterator[Built]:
+    side, main = texts[0].name, texts[-1].name
+
     def panel(task: str, length: int | None, rows: Sequence[object], *sources: Source) -> Built:
         head = {
             "schema": 1,
@@ -323,7 +349,7 @@ def _panels(
             {"id": f"doc-{i:02d}", "prompt": ids[: length - 1], "targets": ids[length - 1 :]}
             for i, ids in enumerate(documents)
         ]
-        yield panel("nll", length, rows, CPYTHON, KJV)
+        yield panel("nll", length, rows, *texts)
 
     for length, long in recipe.oracle_long.items():
         begun: set[int] = set()
@@ -332,28 +358,28 @@ def _panels(
             # K and V at position 0 depend on the first token alone: it differs between requests, or an output that came
             # from another request's first position could not be told apart.
             short = i < len(recipe.oracle)
-            prompt = first["cpython" if short and i % 2 else "kjv"].take(tokens, not_first=begun)
+            prompt = first[side if short and i % 2 else main].take(tokens, not_first=begun)
             begun.add(prompt[0])
             rows.append({"id": f"r{i:02d}-{tokens}", "prompt": prompt, "max_tokens": steps})
-        yield panel("oracle", length, rows, CPYTHON, KJV)
+        yield panel("oracle", length, rows, *texts)
 
     prompts = [list(chat(question)) for question in QUESTIONS]
     for i, tokens in enumerate(recipe.parity_excerpts):
-        excerpt = first["kjv" if i % 2 else "cpython"].take(tokens)
+        excerpt = first[main if i % 2 else side].take(tokens)
         echoed = recipe.echo and f"p{len(prompts):02d}" in recipe.canaries
         prompts.append([*excerpt, *excerpt, *excerpt[: tokens // 2]] if echoed else excerpt)
     parity: list[dict[str, object]] = [
         {"id": f"p{i:02d}", "prompt": ids, "max_tokens": recipe.parity_tokens} for i, ids in enumerate(prompts)
     ]
-    yield panel("parity", None, parity, CPYTHON, KJV, OWN)
+    yield panel("parity", None, parity, *texts, OWN)
 
     for length, (size, grades) in recipe.retrieval.items():
-        filler = again()["kjv"]
+        filler = again()[main]
         rows = [
             _retrieval_item(i, size, others, depth, filler, encode, recipe.answer_tokens["retrieval"])
             for i, (others, depth) in enumerate(grades)
         ]
-        yield panel("retrieval", length, rows, KJV, OWN)
+        yield panel("retrieval", length, rows, texts[-1], OWN)
     pairs, questions = recipe.recall
     if questions:
         rows = [
@@ -362,7 +388,7 @@ def _panels(
         yield panel("recall", None, rows, OWN)
 
     for length, (size, measured, warm_up) in recipe.timing.items():
-        text = again()["kjv"]
+        text = again()[main]
         rows = [
             {"id": f"{kind}-{i:02d}", "prompt": text.take(size), "max_tokens": recipe.timing_tokens, "grade": kind}
             for kind, count in (("measured", measured), ("warm-up", warm_up))
@@ -373,7 +399,7 @@ def _panels(
             for item in parity
             if item["id"] in recipe.canaries
         ]
-        yield panel("timing", length, rows, CPYTHON, KJV, OWN)
+        yield panel("timing", length, rows, *texts, OWN)
 
 
 def encode_rows(head: Mapping[str, object], key: str, rows: Sequence[object]) -> bytes:

@@ -414,7 +414,16 @@ def names_of(header: str) -> tuple[str, ...]:
     Raises:
         KeyError: No such table.
     """
+    return tuple(key.name for key in keys_of(header))
+
+
+def keys_of(header: str) -> tuple[Key, ...]:
+    """The same, whole.
+
+    Raises:
+        KeyError: No such table.
+    """
     for section in SECTIONS:
         if section.header == header:
-            return tuple(key.name for key in section.keys)
+            return section.keys
     raise KeyError(header)

@@ -158,7 +158,8 @@ def load_study(name_or_path: str, format: str | None = None) -> Study:
     """The study of that name or path, decoded strictly, for one format of its model.
 
     Panels and scales must exist; :mod:`pytest_kvqual.study.panels` reads them. Of a study whose model names a
-    repository they may be missing (``Study.missing``), for :func:`require_prepared` to refuse.
+    repository, or a file of its digests, they may be missing (``Study.missing``), for :func:`require_prepared` to
+    refuse.
 
     Args:
         name_or_path: As :func:`find_study` takes it.
@@ -190,7 +191,7 @@ def require_prepared(study: Study) -> None:
     raise StudyError(
         f"study {study.name} is not prepared: found no {names}, expected {'it' if len(study.missing) == 1 else 'them'}",
         advice=f"run {first}`kvqual prepare {mine} --model DIR` with the folder of "
-        f"{study.model.repository} at {study.model.revision}",
+        + (f"{study.model.repository} at {study.model.revision}" if study.model.repository else study.model.name),
     )
 
 
@@ -369,7 +370,8 @@ def _study(top: Table, directory: Path) -> Study:
     engine = _engine(top.table("engine", known=_ENGINE))
     model_table = top.table("model", known=_MODEL)
     missing: list[Path] = []
-    place = _Folder(path=directory, missing=missing if model_table.has("repository") else None)
+    prepared = model_table.has("repository") or (model_table.has("files") and isinstance(model_table.raw("files"), str))
+    place = _Folder(path=directory, missing=missing if prepared else None)
     model = _model(model_table, place)
     arms_table = top.named_tables("arms", known=_ARM)
     arms = {name: _arm(top, table, name, place) for name, table in arms_table.items()}

@@ -27,7 +27,7 @@ from pytest_kvqual.oracles import reproducer
 from pytest_kvqual.study.load import find_study, load_study, select
 
 #: Commands of what is not there yet; each goes from here when it is.
-PENDING = ("kvqual init", "pytest --pyargs")
+PENDING = ("pytest --pyargs",)
 STUDIES = ("smollm2-cpu-fp8",)
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_-]*")
 
@@ -83,7 +83,7 @@ def _kvqual(arguments: list[str]) -> None:
             return
     study = getattr(parsed, "study", None)
     if study is not None and not PLACEHOLDER.fullmatch(study):
-        _study(study, parsed.format)
+        _study(study, getattr(parsed, "format", None))
 
 
 def _study(name: str, format: str | None) -> None:

@@ -246,7 +246,7 @@ def test_a_folder_with_more_than_a_model_is_refused(world: SimpleNamespace, tmp_
 
 def test_a_committed_study_is_not_prepared(tiny_study: TinyStudy, tmp_path: Path) -> None:
     """A study whose files are committed with it is refused."""
-    with pytest.raises(StudyError, match=r"found no repository and no file of digests in \[model\]"):
+    with pytest.raises(StudyError, match=r"found no file of digests in \[model\]"):
         list(prepare(str(tiny_study.folder), format=None, model=tmp_path))
 
 
