@@ -212,6 +212,8 @@ class Controller:
             for nodeid, location, line in group.failures:
                 # One that xdist reported already is told once; the table has the reason.
                 if nodeid not in self._heard:
+                    # The terminal's percentage is of the tests collected.
+                    session.testscollected += nodeid not in self._collected
                     report_failed(self._config, nodeid, location, f"{arm}: {line}")
             named = [(name.replace("kvqual.", f"kvqual.{arm}.", 1), value) for name, value in group.properties]
             junit.add_properties(self._config, named)
