@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import pytest
 
-from pytest_kvqual.progress import Progress
+from pytest_kvqual.progress import Progress as Progress  # the type of the hook below
 
 if TYPE_CHECKING:
     from pytest_kvqual.judge.verdict import Verdict

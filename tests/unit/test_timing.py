@@ -417,7 +417,7 @@ def test_fidelity_is_measured_under_the_receipts_that_stand(make: Make, monkeypa
     """Recordings under the same judgment are judged again; those of an earlier one are kept, and new ones are made."""
     judged: list[str] = []
 
-    def capture(rules: object, *, permit: Any, folder: Path, timeout_s: float, progress: object) -> list[Path]:
+    def capture(rules: object, *, permit: Any, folder: Path, timeout_s: float) -> list[Path]:
         path = folder / "fidelity-open.jsonl"
         path.write_bytes(recorded([], judgment=permit.judgment))
         return [path]

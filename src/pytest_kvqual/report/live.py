@@ -68,14 +68,17 @@ class Live:
 
     def show(self, event: Event, pace: Pace) -> None:
         """Draw it; what is over stays as a line of its own."""
-        stays = not isinstance(event, Boot | Step) or (
-            event.stage == "ready" if isinstance(event, Boot) else event.over
-        )
-        if stays:
-            if isinstance(event, Boot | Step):
-                self.pause()
-            self._console.width = self._width()
-            self._console.print(Text(line(event, pace, self._now_ns())), soft_wrap=True)
+        if isinstance(event, Boot):
+            over = event.stage == "ready"
+        elif isinstance(event, Step):
+            over = event.over
+        else:
+            # A note: what is drawn goes on below it. An interval: the display has paused already.
+            self._keep(event, pace)
+            return
+        if over:
+            self.pause()
+            self._keep(event, pace)
             return
         # One assignment each; the thread reads them, and a line of the event before is drawn over at once.
         self._pace = pace
@@ -85,6 +88,10 @@ class Live:
         if self._live is None:
             self._start()
         self._draw()
+
+    def _keep(self, event: Event, pace: Pace) -> None:
+        self._console.width = self._width()
+        self._console.print(Text(line(event, pace, self._now_ns())), soft_wrap=True)
 
     def pause(self) -> None:
         """Take the line off the screen and end the thread; idempotent. The next event draws again."""

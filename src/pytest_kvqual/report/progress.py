@@ -277,7 +277,7 @@ def _mode(config: pytest.Config, reporter: pytest.TerminalReporter) -> Mode:
         verbose=config.option.verbose,
         worker=hasattr(config, "workerinput"),
         ci=os.environ.get("CI", "").lower() not in ("", "0", "false"),
-        terminal=_is_terminal(sys.stdout) and _is_terminal(sys.stderr) and reporter.isatty
+        terminal=_is_terminal(sys.stdout) and _is_terminal(sys.stderr) and bool(reporter.isatty)
         and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"),
         alone=config.pluginmanager.has_plugin("capturemanager") and config.getoption("capture") == "fd" and not shown,
     )  # fmt: skip
