@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from terminal_screen import screen
 
 from pytest_kvqual.progress import Boot, Event, Step, Timed
 from pytest_kvqual.report.live import THREAD_NAME, Live, VisibleCursor
@@ -264,37 +265,6 @@ def test_a_terminal_that_is_gone_ends_the_thread_too() -> None:
 
 
 # -- drawn on a terminal -----------------------------------------------------------------------------------------------
-
-
-def screen(text: str, width: int) -> list[str]:
-    """The lines on a terminal of that width after it got ``text``: what of it moves the cursor or erases is obeyed."""
-    rows: list[list[str]] = [[]]
-    row = column = place = 0
-    while place < len(text):
-        char = text[place]
-        place += 1
-        if char == "\x1b":
-            end = next(index for index in range(place + 1, len(text)) if text[index].isalpha())
-            code, count = text[end], text[place + 1 : end]
-            place = end + 1
-            if code == "A":
-                row = max(0, row - int(count or 1))
-            elif code == "K":
-                rows[row] = [] if count == "2" else rows[row][:column]
-            else:
-                assert code == "m", f"{code!r} is not expected"
-        elif char == "\r":
-            column = 0
-        elif char == "\n":
-            row, column = row + 1, 0
-            if row == len(rows):
-                rows.append([])
-        else:
-            rows[row] += [" "] * (column - len(rows[row]))
-            rows[row][column : column + 1] = [char]
-            column += 1
-            assert column <= width
-    return ["".join(line).rstrip() for line in rows]
 
 
 def test_one_line_is_drawn_over_and_what_is_over_stays() -> None:
