@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pytest_kvqual.attempt import Activity, Attempt
+from pytest_kvqual.attempt import Activity, Attempt, _checked
 from pytest_kvqual.capture import timing
 from pytest_kvqual.errors import CaptureError
 from pytest_kvqual.evidence.records import Scope
@@ -107,12 +107,12 @@ def test_an_oracle_pass_is_over_when_the_ranks_are_done(make: Make, monkeypatch:
     assert all(event.done == event.total for event in ends)
 
 
-def test_what_an_oracle_pass_looked_at_is_told_of_any_record(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "records", [None, [], ["x"], [{}], [{"steps": "3", "placement": 4}], [{"placement": {"rows_checked": None}}]]
+)
+def test_what_a_pass_looked_at_is_told_of_any_record(records: object) -> None:
     """A record that is malformed is the judge's to object to: telling what was done does not fail on it."""
-    from pytest_kvqual.attempt import _checked
-
-    for records in (None, [], ["x"], [{}], [{"steps": "3", "placement": 4}], [{"placement": {"rows_checked": None}}]):
-        assert _checked(records) == "0 steps, 0 rows checked"
+    assert _checked(records) == "0 steps, 0 rows checked"
 
 
 def trial(attempt: Attempt, monkeypatch: pytest.MonkeyPatch, interval: Callable[..., int]) -> None:
