@@ -86,6 +86,15 @@ def test_uncaptured_output_is_not_garbled(terminal: OnTerminal) -> None:
     ]
 
 
+@pytest.mark.parametrize("options", [("-o", "log_cli=true"), ("--capture", "tee-sys"), ("-p", "no:capture")])
+def test_where_others_write_too_nothing_is_drawn_over(terminal: OnTerminal, options: tuple[str, ...]) -> None:
+    """Live logs, and output that is shown while it is captured, or not captured at all: whole lines."""
+    status, text = terminal("qualification", *options)
+    assert status == 0
+    assert ERASE not in text
+    assert "candidate: loading weights, 0:01\r\n" in text
+
+
 @pytest.mark.parametrize(
     ("args", "changes", "notes"),
     [

@@ -271,7 +271,9 @@ def _made(config: pytest.Config) -> Display:
 
 def _mode(config: pytest.Config, reporter: pytest.TerminalReporter) -> Mode:
     """What this run shows; pytest's capture must be suspended, or it is that which is looked at."""
-    shown = bool(config.getini("log_cli")) or config.getoption("log_cli_level", None) is not None
+    shown = config.pluginmanager.has_plugin("logging-plugin") and (
+        bool(config.getini("log_cli")) or config.getoption("log_cli_level") is not None
+    )
     return mode_of(
         config.getoption("progress"),
         verbose=config.option.verbose,
