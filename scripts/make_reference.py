@@ -63,7 +63,8 @@ def options() -> str:
     rows = []
     for name, attributes in found.declared:
         text, default = _without_default(str(attributes["help"]))
-        rows.append((f"`{name} {attributes['metavar']}`", text, default))
+        typed = attributes.get("metavar") or "|".join(attributes["choices"])
+        rows.append((f"`{name} {typed}`", text, default))
     markers = [line.partition(": ") for line in plugin.MARKERS]
     refused = [(f"`{typed}`", why) for _, typed, why in session._HIDING_OPTIONS]
     return _page(

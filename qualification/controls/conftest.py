@@ -64,7 +64,7 @@ def open_campaign(pytestconfig: pytest.Config) -> OpenCampaign:
     from pytest_kvqual.report import progress
     from pytest_kvqual.session import options_of
 
-    say = partial(progress.write, pytestconfig)
+    say = partial(progress.show, pytestconfig)
 
     def call(**changes: Any) -> Campaign:
         named = open_campaign(options_of(pytestconfig, platform="cpu", timing=False), say)

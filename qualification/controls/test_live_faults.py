@@ -36,7 +36,7 @@ def served(open_campaign: OpenCampaign, pytestconfig: pytest.Config) -> Iterator
     model = models.model_folder(campaign.study.model)
     models.verify_model(model, campaign.study.model.files)
     folder = campaign.run_dir / "live-controls" / campaign.arm
-    say = partial(progress.write, pytestconfig)
+    say = partial(progress.show, pytestconfig)
     with Served(campaign.selection, model=model, folder=folder, progress=say, install=campaign.install) as arm:
         yield arm
 

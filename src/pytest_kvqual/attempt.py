@@ -11,18 +11,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import CaptureError, EvidenceError, KvqualError, ServerError
+from pytest_kvqual.progress import Boot, BootStage, Step, Timed, silent
 
 if TYPE_CHECKING:
     from pytest_kvqual.capture.quality import Writer
     from pytest_kvqual.evidence.bundle import Bundle
     from pytest_kvqual.evidence.records import Scope
-    from pytest_kvqual.hooks import Progress
+    from pytest_kvqual.progress import Progress
     from pytest_kvqual.server.checkout import Install
     from pytest_kvqual.server.process import Server
     from pytest_kvqual.study.model import Arm, Selection
@@ -44,9 +46,6 @@ TAPS_LOG, SERVER_AGAIN_LOG = "server-taps.log", "server-again.log"
 
 ORDER_POISON_PROMPTS: Final = 8
 """How many prompts are sent in each order under a planted fault: one that differs shows it."""
-
-PROGRESS_S: Final = 10.0
-"""Least time between two lines about one step, in seconds."""
 
 
 def poisoned(name: str, fault: str) -> str:
@@ -166,7 +165,7 @@ class Attempt:
         run_dir: The run directory.
         prefix: Prefix of the bundle's folder.
         model: The verified model folder.
-        progress: Takes one line about a long step.
+        progress: Takes what the attempt is at.
         activity: Receives boot and busy times.
         install: Where interpreter and checkouts of arms come from; None where all are the study's.
     """
@@ -179,7 +178,7 @@ class Attempt:
         run_dir: Path,
         prefix: str,
         model: Path,
-        progress: Progress,
+        progress: Progress = silent,
         activity: Activity,
         install: Install | None = None,
     ) -> None:
@@ -241,7 +240,6 @@ class Attempt:
 
         selection, engine = self._selection, self._selection.study.engine
         self._installed()
-        self.say("booting")
         port = free_port()
         command = serve_command(
             selection,
@@ -253,10 +251,13 @@ class Attempt:
         )
         self._log = log
         self._server = Server.start(
-            command, port=port, log=self.path / log, timeouts=Timeouts(boot_s=engine.boot_timeout_s)
+            command,
+            port=port,
+            log=self.path / log,
+            timeouts=Timeouts(boot_s=engine.boot_timeout_s),
+            progress=partial(self._booting, self._label),
         )
         self._activity.boots.append((self._label, self._server.boot_s))
-        self.say(f"booted in {self._server.boot_s:.0f} s")
 
     def _worker_config(self, *, taps: bool = False) -> dict[str, object]:
         from pytest_kvqual.server.command import worker_config
@@ -483,7 +484,7 @@ class Attempt:
 
     def identity(self) -> None:
         """What the server is, as its workers and the operating system see it: ``identity.json``."""
-        self.say("identity")
+        self._at("identity")
         observed = self._observed()
         self._bundle.write(IDENTITY, observed)
         self._identity = observed["ranks"]
@@ -496,9 +497,8 @@ class Attempt:
         """
         if self._identity is None:
             raise CaptureError(f"{self._label}: found no healthy identity, expected one before its seeded faults")
-        entries = []
+        entries, tell = [], self.steps("identity under seeded faults", "faults")
         for number, fault in enumerate(faults, start=1):
-            self.say(f"identity, seeded faults {number}/{len(faults)}")
             with self._planted(fault):
                 ranks = self.call("kvqual_identity", {"parts": list(_ALTERABLE)})
             observed: list[object] = []
@@ -513,6 +513,7 @@ class Attempt:
                 "sockets": [[it.address, it.port] for it in self._live().sockets()],
             }
             entries.append({"fault": fault, "identity": identity})
+            tell(number, len(faults))
         self._bundle.write(IDENTITY_POISON, {"schema": 1, "poison": entries})
 
     def _observed(self) -> Observed:
@@ -525,13 +526,13 @@ class Attempt:
 
     def dispatch(self, faults: Sequence[str]) -> None:
         """Which kernels each layer runs, healthy and under each planted fault: ``dispatch.json``."""
-        self.say("dispatch")
+        self._at("dispatch")
         first = self.kernels()
-        poison = []
+        poison, tell = [], self.steps("dispatch under seeded faults", "faults")
         for number, fault in enumerate(faults, start=1):
-            self.say(f"dispatch, seeded faults {number}/{len(faults)}")
             with self._planted(fault):
                 poison.append({"fault": fault, "ranks": self.kernels()})
+            tell(number, len(faults))
         self._bundle.write(
             DISPATCH,
             {
@@ -576,7 +577,9 @@ class Attempt:
         study, rules = self._selection.study, self._selection.study.oracle
 
         def one(panel: Panel, what: str, **options: object) -> dict[str, object]:
-            return capture_oracle(
+            step = Step(arm=self._label, what=what, begun_ns=monotonic_ns(), total=len(panel.items))
+            self._progress(step)
+            found = capture_oracle(
                 self._live(),
                 panel,
                 **options,  # type: ignore[arg-type]  # those of the table below
@@ -584,8 +587,11 @@ class Attempt:
                 schedule=study.schedule,
                 wave_size=self._selection.length.wave_size,
                 timeout_s=study.engine.request_timeout_s,
-                progress=self.steps(what),
+                progress=lambda done, total: self._progress(replace(step, done=done, total=total)),
             )
+            # Not with the last answer: the ranks compare the whole pool after it.
+            self._progress(replace(step, done=len(panel.items), over=True, detail=_checked(found["records"])))
+            return found
 
         options: dict[str, dict[str, object]] = {
             "model": {"lone": True},
@@ -594,9 +600,9 @@ class Attempt:
             "rotated": {"rotation": rules.rotation},
         }
         with self._tapped():
-            passes = []
-            for name, panel in pass_panels(self._selection).items():
-                found = one(panel, f"oracle, {name}", **options[name])
+            passes, panels = [], pass_panels(self._selection)
+            for number, (name, panel) in enumerate(panels.items(), start=1):
+                found = one(panel, f"oracle pass {number} of {len(panels)}, {name}", **options[name])
                 passes.append({"name": name, "records": found["records"], "wave": found["responses"]})
                 self._keep_reproducers(name, found["records"])
             entries = []
@@ -605,7 +611,7 @@ class Attempt:
                 try:
                     found = one(
                         brief,
-                        f"oracle, seeded faults {number}/{len(faults)},",
+                        f"oracle under seeded fault {number} of {len(faults)}",
                         fault=fault,
                         probe=True,
                         fills=gate == "replay",
@@ -661,7 +667,7 @@ class Attempt:
         brief = replace(panel, items=panel.items[:ORDER_POISON_PROMPTS])
         for fault in faults:
             with self._planted(fault):
-                one(poisoned(ORDERS, fault), brief, orders.REQUIRED, "determinism, seeded fault,", rules.rotation)
+                one(poisoned(ORDERS, fault), brief, orders.REQUIRED, "determinism under a seeded fault", rules.rotation)
         self._dispatched_again("determinism")
 
     def parity(
@@ -673,7 +679,7 @@ class Attempt:
         panel = load_task_panel(self._selection, "parity")
         panel = replace(panel, items=panel.items[:prompts])
         study = self._selection.study
-        what = f"parity ({order})" if fault is None else "parity, seeded fault,"
+        what = f"parity ({order})" if fault is None else "parity under a seeded fault"
         with self._planted(fault), self._bundle.stream(name) as writer:
             capture_parity(
                 self._live(),
@@ -693,7 +699,7 @@ class Attempt:
 
         panel = load_task_panel(self._selection, "nll")
         study = self._selection.study
-        what = "nll" if fault is None else "nll, seeded fault,"
+        what = "nll" if fault is None else "nll under a seeded fault"
         with self._planted(fault), self._bundle.stream(name) as writer:
             capture_nll(
                 self._live(),
@@ -720,7 +726,7 @@ class Attempt:
 
         study = self._selection.study
         rules = study.preservation[panel.task]
-        what = panel.task if fault is None else f"{panel.task}, seeded fault,"
+        what = panel.task if fault is None else f"{panel.task} under a seeded fault"
         with self._planted(fault), self._bundle.stream(name) as writer:
             capture_scored(
                 self._live(),
@@ -750,21 +756,27 @@ class Attempt:
         Raises:
             CaptureError: It failed, or gave another number of records than asked for.
         """
+        from pytest_kvqual.server.boot_log import BootLog
         from pytest_kvqual.server.reference import ORDERS, run_reference
 
         panel = load_task_panel(self._selection, "parity")
         selection, engine = self._selection, self._selection.study.engine
         self._installed()
-        self.say("in process: booting")
-        begun_ns, tell = monotonic_ns(), self.steps("in process:")
+        inside, begun_ns, stages = f"{self._label} in process", monotonic_ns(), BootLog(self.path / REFERENCE_LOG)
+        tell: Callable[[int, int], None] | None = None
         first_ns: int | None = None
 
         def step(done: int, total: int) -> None:
-            nonlocal first_ns
+            nonlocal first_ns, tell
             if done and first_ns is None:
                 first_ns = monotonic_ns()
-                self._activity.boots.append((f"{self._label} in process", (first_ns - begun_ns) / 1e9))
-            tell(done, total)
+                self._activity.boots.append((inside, (first_ns - begun_ns) / 1e9))
+                self._booting(inside, "ready", (first_ns - begun_ns) / 1e9)
+                tell = self.steps("parity in process")
+            if tell is None:
+                self._booting(inside, stages.stage(), (monotonic_ns() - begun_ns) / 1e9)
+            else:
+                tell(done, total)
 
         try:
             run_reference(
@@ -805,18 +817,42 @@ class Attempt:
     # -- progress ----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """One line of progress."""
+        """A note: one line that is kept."""
         self._progress(f"{self._label}: {text}")
 
-    def steps(self, what: str) -> Callable[[int, int], None]:
-        """Takes (done, total) and says so at the end, and in between not more often than a reader can follow."""
-        last_ns, last = monotonic_ns(), 0
+    def steps(self, what: str, unit: str = "requests") -> Callable[[int, int], None]:
+        """Begin a series of steps; the result takes (done, total) of it, and is not called again at its end."""
+        first, last = Step(arm=self._label, what=what, begun_ns=monotonic_ns(), unit=unit), 0
+        self._progress(first)
 
         def step(done: int, total: int) -> None:
-            nonlocal last_ns, last
-            now = monotonic_ns()
-            if done != last and (done == total or now - last_ns >= PROGRESS_S * 1e9):
-                last_ns, last = now, done
-                self.say(f"{what} {done}/{total}")
+            nonlocal last
+            if done != last:
+                last = done
+                self._progress(replace(first, done=done, total=total, over=done >= total))
 
         return step
+
+    @contextmanager
+    def timed(self, what: str, *, begun_ns: int, requests: int, done: int, total: int) -> Iterator[None]:
+        """Inside the block requests are timed, and nothing is shown: see :class:`pytest_kvqual.progress.Timed`."""
+        event = Timed(arm=self._label, what=what, begun_ns=begun_ns, requests=requests, done=done, total=total)
+        self._progress(event)
+        yield
+        self._progress(replace(event, done=done + requests, over=True))
+
+    def _at(self, what: str) -> None:
+        self._progress(Step(arm=self._label, what=what, begun_ns=monotonic_ns()))
+
+    def _booting(self, arm: str, stage: BootStage, seconds: float) -> None:
+        self._progress(Boot(arm=arm, stage=stage, seconds=seconds))
+
+
+def _checked(records: object) -> str:
+    """How much one pass of the oracles looked at, summed over the ranks: ``37 steps, 1,234 rows``."""
+    steps = rows = 0
+    for rank in records if isinstance(records, list) else ():
+        step, row = _part(rank, "steps"), _part(_part(rank, "placement"), "rows_checked")
+        steps += step if isinstance(step, int) else 0
+        rows += row if isinstance(row, int) else 0
+    return f"{steps:,} steps, {rows:,} rows checked"

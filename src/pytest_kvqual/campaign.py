@@ -57,15 +57,17 @@ from pytest_kvqual.errors import (
 from pytest_kvqual.hooks import Decision
 from pytest_kvqual.judge.verdict import Outcome, Verdict
 from pytest_kvqual.kv.declarations import NEED_DECLARATION, is_declared
+from pytest_kvqual.progress import silent
 from pytest_kvqual.study.load import ORACLE_GATES, SCORED_TASKS, TIMING_GATES
 from pytest_kvqual.timing import Timing
 
 if TYPE_CHECKING:
     from pytest_kvqual.evidence.reader import Reader
     from pytest_kvqual.evidence.records import Scope
-    from pytest_kvqual.hooks import Options, Progress
+    from pytest_kvqual.hooks import Options
     from pytest_kvqual.judge.permit import TimingPermit
     from pytest_kvqual.judge.sequence import Refusal, Standing
+    from pytest_kvqual.progress import Progress
     from pytest_kvqual.receipt.statement import Receipt
     from pytest_kvqual.receipt.write import Receipts
     from pytest_kvqual.server.checkout import Install
@@ -132,7 +134,7 @@ class Campaign:
             (a seeded fault in ``after_init``); ``label`` then keeps its evidence apart.
         run_dir: Where evidence and receipts go.
         prefix: Prefix of the folders of evidence and receipts.
-        progress: Takes one line about a long step.
+        progress: Takes what the run is at.
         label: The arm's name in scopes; default its own.
         gsm8k: The file of the GSM8K test set; None for the hub's.
         block: The block of the trial; None where this run has none.
@@ -145,7 +147,7 @@ class Campaign:
         *,
         run_dir: Path,
         prefix: str = "",
-        progress: Progress,
+        progress: Progress = silent,
         label: str | None = None,
         gsm8k: Path | None = None,
         block: int | None = None,

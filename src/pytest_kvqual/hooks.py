@@ -7,12 +7,14 @@ returns :class:`pytest_kvqual.campaign.Campaign`; a ``conftest.py`` may return a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import pytest
+
+from pytest_kvqual.progress import Progress as Progress  # the type of the hook below
 
 if TYPE_CHECKING:
     from pytest_kvqual.judge.verdict import Verdict
@@ -57,10 +59,6 @@ class Decision:
     verdict: Verdict
     receipt: Path
     standing: bool = False
-
-
-Progress = Callable[[str], None]
-"""Takes one line about a long step."""
 
 
 class Campaign(Protocol):
@@ -116,7 +114,8 @@ class Campaign(Protocol):
 def pytest_kvqual_campaign(options: Options, progress: Progress) -> Campaign | None:
     """Build the campaign that a session of gates runs on.
 
-    Called once, after collection, when at least one gate is collected.
+    Called once, after collection, when at least one gate is collected. ``progress`` takes what the run is at
+    (:mod:`pytest_kvqual.progress`); a text is a line for a person.
 
     Raises:
         KvqualError: what was asked does not fit the study; becomes a usage error of one line.

@@ -194,6 +194,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the GSM8K test set as JSON lines or parquet (default: the study's revision on the Hugging Face hub)",
     )
     group.addoption(
+        "--progress",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="what a run of gates is at: auto shows it on a terminal outside of CI, always also as lines elsewhere "
+        "(default: auto)",
+    )
+    group.addoption(
         "--prefix",
         metavar="P",
         type=_prefix,

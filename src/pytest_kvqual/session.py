@@ -31,6 +31,7 @@ from pytest_kvqual.study.load import GATES, WITH_BLOCK, WITHOUT_BLOCK
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Campaign, Decision
+    from pytest_kvqual.progress import Event
     from pytest_kvqual.study.model import GatePlan, Study
 
 PLUGIN_NAME = "kvqual-session"
@@ -479,9 +480,9 @@ class QualificationSession:
         if refusal:
             pytest.fail(refusal, pytrace=False)
 
-    def progress(self, line: str) -> None:
-        """Write one line on the terminal, also while a test's output is captured."""
-        progress.write(self._config, line)
+    def progress(self, event: Event) -> None:
+        """Show what the run is at, also while a test's output is captured."""
+        progress.show(self._config, event)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pytest_kvqual._canonical import pretty_bytes, sha256_bytes
-from pytest_kvqual._clock import wall_utc
+from pytest_kvqual._clock import monotonic_ns, wall_utc
 from pytest_kvqual.attempt import DISPATCH, IDENTITY, REFERENCE, load_task_panel
 from pytest_kvqual.errors import EvidenceError, KvqualError, RefusedError, StudyError
 from pytest_kvqual.judge.verdict import Outcome, Verdict
@@ -205,7 +205,7 @@ class Timing:
         kept |= {f"{reader.name}/{name}": reader.digests[name] for name in names if reader.has(name)}
 
     def _fidelity(self, permit: TimingPermit) -> Verdict:
-        from pytest_kvqual.capture.fidelity import capture_fidelity
+        from pytest_kvqual.capture.fidelity import capture_fidelity, cases
         from pytest_kvqual.evidence.reader import Reader
         from pytest_kvqual.faults.recorder import RECORDER_FAULTS
         from pytest_kvqual.judge.gates import fidelity
@@ -218,13 +218,10 @@ class Timing:
         # What was recorded under other receipts is kept, and is none of this judgment.
         if reader is None or _judgment_in(reader) != permit.judgment:
             with campaign.begin(campaign.selection, scope) as attempt:
-                files = capture_fidelity(
-                    rules,
-                    permit=permit,
-                    folder=attempt.path,
-                    timeout_s=FIDELITY_LIMIT_S,
-                    progress=attempt.steps("fidelity, loads"),
-                )
+                planned = sum(len(case.offered) for case in cases(rules))
+                # One word before the first load and one after the last: between two of them the next one is being made.
+                with attempt.timed("fidelity", begun_ns=monotonic_ns(), requests=planned, done=0, total=planned):
+                    files = capture_fidelity(rules, permit=permit, folder=attempt.path, timeout_s=FIDELITY_LIMIT_S)
                 for path in files:
                     attempt.seal(path.name)
             reader = Reader.open(attempt.path)

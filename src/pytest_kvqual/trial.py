@@ -97,26 +97,34 @@ def run_trial(
     warm = warm_up_of(
         loads.warm_up, model=model, tag=tag, max_tokens=max(cell.max_tokens for cell, _, _ in loads.cells)
     )
-    with within("warm-up"):
+    # Timed too, though nothing rests on it: it is what makes the server ready for what is.
+    with (
+        attempt.timed("warm-up", begun_ns=monotonic_ns(), requests=len(warm), done=0, total=len(warm)),
+        within("warm-up"),
+    ):
         completed = interval(
             base_url, warm, permit=permit, load=Load(mode="closed", concurrency=min(2, len(warm))), cell="warm-up",
             trace_sha256=None, about=about, out=attempt.path / WARM_UP, timeout_s=timeout_s,
         )  # fmt: skip
     attempt.seal(WARM_UP)
     done = read("after warm-up", done + completed)
+    begun_ns, sent, planned = monotonic_ns(), 0, sum(cell.requests for cell, _, _ in loads.cells)
     for cell, trace, digest in loads.cells:
-        attempt.say(f"cell {cell.name}: {cell.requests} requests")
-        sleep(loads.settle_s)
-        done = read(f"before {cell.name}")
-        offered = offered_of(trace, loads.items, model=model, tag=tag)
-        with within(f"measurement {cell.name}"):
-            completed = interval(
-                base_url, offered, permit=permit, load=Load(mode=cell.mode, concurrency=cell.concurrency),
-                cell=cell.name, trace_sha256=digest, about=about, out=attempt.path / cell_file(cell.name),
-                timeout_s=timeout_s,
-            )  # fmt: skip
-        attempt.seal(cell_file(cell.name))
-        done = read(f"after {cell.name}", done + completed)
+        # Said before the server settles, so that this process is at rest when the first request is due; the next word
+        # comes after the last one was read. In between no progress is drawn and no thread of it runs.
+        with attempt.timed(f"cell {cell.name}", begun_ns=begun_ns, requests=cell.requests, done=sent, total=planned):
+            sleep(loads.settle_s)
+            done = read(f"before {cell.name}")
+            offered = offered_of(trace, loads.items, model=model, tag=tag)
+            with within(f"measurement {cell.name}"):
+                completed = interval(
+                    base_url, offered, permit=permit, load=Load(mode=cell.mode, concurrency=cell.concurrency),
+                    cell=cell.name, trace_sha256=digest, about=about, out=attempt.path / cell_file(cell.name),
+                    timeout_s=timeout_s,
+                )  # fmt: skip
+            attempt.seal(cell_file(cell.name))
+            done = read(f"after {cell.name}", done + completed)
+        sent += cell.requests
     with within("profiling"):
         kernels.append({"when": "after", "ranks": attempt.kernels()})
     attempt.write(

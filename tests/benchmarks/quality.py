@@ -22,32 +22,42 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.campaign import Campaign
 from pytest_kvqual.errors import KvqualError, StudyError
 from pytest_kvqual.judge.verdict import Outcome, Verdict
+from pytest_kvqual.progress import Boot, Event, Step, Timed
+from pytest_kvqual.report.pace import Pace, line, title
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
 
 GATES = "nll,retrieval,recall"
 SHOWN = 5
-# Of what is done; "seeded faults 2/3" says which one begins.
-_COUNTER = re.compile(r"(?<!seeded faults)[,:]? \d+/\d+$")
+# "oracle under seeded fault 2 of 3"
+_NUMBER = re.compile(r" \d+ of \d+$")
 
 
 class Clock:
-    """Takes a campaign's lines, prints each with the time since the start, and sums up what each capture took.
+    """Takes a campaign's events, prints what is over with the time since the start, and sums up what each took.
 
-    A line that ends in a counter tells what was done since the line before; any other tells what begins. A reading
-    without a counter just before a capture with one counts to that capture.
+    The time between two events is that of what was being done before the second one. Seeded faults of one kind count
+    together.
     """
 
     def __init__(self) -> None:
         self._begun_ns = self._last_ns = monotonic_ns()
         self._doing = "start"
+        self._paces: dict[tuple[str, int], Pace] = {}
         self.seconds: dict[str, float] = {}
 
-    def __call__(self, line: str) -> None:
-        what = _COUNTER.sub("", line)
-        self._spent(what if what != line else self._doing)
-        self._doing = what
-        print(f"  {self.total_s():7.1f} s  {line}", flush=True)
+    def __call__(self, event: Event) -> None:
+        now, pace = monotonic_ns(), Pace(0)
+        over = isinstance(event, str) or (event.stage == "ready" if isinstance(event, Boot) else event.over)
+        if isinstance(event, Step | Timed):
+            pace = self._paces.setdefault((title(event), event.begun_ns), Pace(event.begun_ns))
+            pace.update(event.done, event.total, now)
+        if not isinstance(event, str):
+            what = f"{event.arm}: boot" if isinstance(event, Boot) else _NUMBER.sub("", title(event))
+            self._spent(what if over else self._doing)
+            self._doing = what
+        if over:
+            print(f"  {self.total_s():7.1f} s  {line(event, pace, now)}", flush=True)
 
     def next(self, what: str) -> None:
         """What begins now, without a line of its own."""

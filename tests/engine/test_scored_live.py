@@ -94,8 +94,8 @@ def test_recall_and_gsm8k_are_captured_and_judged(folder: Path, tmp_path: Path) 
     study = load_study(str(folder))
     freeze(study)
     selection = select(study, arm="candidate", length=1024, cache_bytes=None)
-    run_dir, said = tmp_path / "run", list[str]()
-    campaign = Campaign(selection, run_dir=run_dir, progress=said.append, gsm8k=tmp_path / "test.jsonl")
+    run_dir = tmp_path / "run"
+    campaign = Campaign(selection, run_dir=run_dir, gsm8k=tmp_path / "test.jsonl")
     campaign.prepare(["gsm8k", "recall"])
     try:
         gsm8k, recall = campaign.verdict("gsm8k"), campaign.verdict("recall")

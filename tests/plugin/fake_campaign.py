@@ -3,7 +3,8 @@
 ``verdicts.json`` beside it maps a gate to its outcome (PASS when absent), to ``crash``, ``unwritable``,
 ``interrupt``, ``standing``, or ``standing, interrupt``; ``pilot`` to ``refused``. ``superiority`` is required where it
 is named there. An entry of an arm (``native identity``) goes before one of the gate; ``meet`` maps to the arms that
-wait for each other before their first gate, as ``native,candidate``; ``die`` ends the process in the gate.
+wait for each other before their first gate, as ``native,candidate``; ``die`` ends the process in the gate. With
+``events`` each gate tells a boot, a series and a timed interval.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import select
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -21,6 +23,7 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import KvqualError, LockError, ReceiptError, RefusedError, StudyError
 from pytest_kvqual.hooks import Decision, Options, Progress
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
+from pytest_kvqual.progress import Boot, BootStage, Step, Timed
 from pytest_kvqual.server.devices import hold, in_use
 from pytest_kvqual.study.model import Engine, GatePlan, Model, NllRules, OracleRules, ParityRules, Study
 
@@ -147,6 +150,8 @@ class FakeCampaign:
             return self._receipt(
                 Verdict(gate=gate, outcome=Outcome.REFUSED, figure=f"needs PASS of {', '.join(missing)}")
             )
+        if wanted().get("events"):
+            self._tell(gate)
         self.progress(f"{self.arm}: {gate} 1/2")
         how = wanted().get(f"{self.arm} {gate}", wanted().get(gate, "PASS"))
         if how == "die":
@@ -170,6 +175,23 @@ class FakeCampaign:
                 gate=gate, outcome=Outcome(how), figure="3 of 10 wrong", findings=tuple(f"cell {i}" for i in range(8))
             )
         return self._receipt(verdict)
+
+    def _tell(self, gate: str) -> None:
+        # What a test prints is captured, and is never on the terminal.
+        print("printed by the test")  # noqa: T201  # that is the point
+        stages: tuple[BootStage, ...] = ("starting", "loading weights", "ready")
+        for second, stage in enumerate(stages):
+            self.progress(Boot(arm=self.arm, stage=stage, seconds=float(second)))
+        step = Step(arm=self.arm, what=gate, begun_ns=monotonic_ns() - 20_000_000_000)
+        self.progress(step)
+        for done in range(1, 5):
+            print("and again", flush=True)  # noqa: T201
+            self.progress(replace(step, done=done, total=5))
+        timed = Timed(arm=self.arm, what="load", begun_ns=monotonic_ns(), requests=2, done=0, total=2)
+        self.progress(timed)
+        self.progress(replace(step, done=5, total=5, over=True))
+        self.progress(replace(timed, done=2, over=True))
+        self.progress(replace(step, done=4, total=5))
 
     def absent(self, gate: str, reason: str) -> Decision:
         if wanted().get("absent") == "error":

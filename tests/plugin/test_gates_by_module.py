@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,7 +62,8 @@ def test_installed_gates_are_not_distributed(tmp_path: Path, monkeypatch: pytest
     (folder / "test_01_identity.py").write_text("")
     monkeypatch.setattr(_places, "PACKAGE", folder.parent)
     stop = plugin.pytest_xdist_node_collection_finished
-    stop(None, ["test_02_mine.py::test_mine", "tests/test_01_identity.py::test_mine"])
+    node = SimpleNamespace(config=SimpleNamespace(getoption=lambda name: None))
+    stop(node, ["test_02_mine.py::test_mine", "tests/test_01_identity.py::test_mine"])
     for nodeid in ("test_01_identity.py::test_identity", "qualification/test_02_dispatch.py::test_dispatch"):
         with pytest.raises(pytest.UsageError, match="found -n with the gate"):
-            stop(None, [nodeid])
+            stop(node, [nodeid])

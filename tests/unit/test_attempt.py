@@ -14,6 +14,7 @@ from pytest_kvqual.attempt import Activity, Attempt
 from pytest_kvqual.errors import CaptureError, ServerError
 from pytest_kvqual.evidence.reader import Reader
 from pytest_kvqual.evidence.records import Scope
+from pytest_kvqual.progress import Event
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Selection
 from pytest_kvqual.tasks import orders
@@ -54,7 +55,7 @@ class World:
         self.reproducers: list[dict[str, str]] = []
         self.tokens: Callable[[str, int], list[int]] = lambda run, index: [index, 1]
         self.broken = ""
-        self.said: list[str] = []
+        self.said: list[Event] = []
 
     def call(self, base_url: str, method: str, *args: object, timeout_s: float) -> list[object]:
         self.events.append((method, *args))

@@ -53,7 +53,7 @@ class World:
         monkeypatch.setattr("pytest_kvqual.capture.oracle.capture_oracle", self.capture_oracle)
         monkeypatch.setattr("pytest_kvqual.capture.dispatch.read_dispatch", self.read_dispatch)
 
-    def start(self, command: Any, *, port: int, log: Path, timeouts: object) -> FakeServer:
+    def start(self, command: Any, *, port: int, log: Path, timeouts: object, progress: object) -> FakeServer:
         told = json.loads(command.argv[command.argv.index("--additional-config") + 1])["kvqual"]
         self.servers.append(FakeServer(log, taps=told.get("taps", False)))
         self.events.append(f"boot {log.name}{' with taps' if self.servers[-1].taps else ''}")

@@ -124,7 +124,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Command]:
     """The commands of the servers that were started; none runs."""
     commands: list[Command] = []
 
-    def start(command: Command, *, port: int, log: Path, timeouts: object) -> object:
+    def start(command: Command, *, port: int, log: Path, timeouts: object, progress: object) -> object:
         commands.append(command)
         log.write_text("up\n")
         return SimpleNamespace(boot_s=0.0, base_url="http://127.0.0.1:1", stop=lambda: None)

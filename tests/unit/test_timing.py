@@ -26,6 +26,7 @@ from pytest_kvqual.evidence.bundle import Bundle
 from pytest_kvqual.evidence.records import Scope
 from pytest_kvqual.judge.permit import TimingPermit
 from pytest_kvqual.judge.verdict import Outcome, Verdict
+from pytest_kvqual.progress import Event, Timed
 from pytest_kvqual.study.freeze import Lock
 from pytest_kvqual.study.load import load_study, select
 from pytest_kvqual.study.model import Arm, FidelityRules, Selection, Study
@@ -43,6 +44,7 @@ class FakeCampaign:
     run_dir: Path
     prefix: str = ""
     begun: list[Attempt] = field(default_factory=list)
+    said: list[Event] = field(default_factory=list)
     refusal: KvqualError | None = None
 
     @property
@@ -64,7 +66,7 @@ class FakeCampaign:
     def begin(self, selection: Selection, scope: Scope, *, prefix: str = "") -> Attempt:
         attempt = Attempt(
             selection, scope, run_dir=self.run_dir, prefix=prefix + self.prefix, model=Path(),
-            progress=lambda line: None, activity=Activity(),
+            progress=self.said.append, activity=Activity(),
         )  # fmt: skip
         self.begun.append(attempt)
         return attempt
@@ -426,7 +428,9 @@ def test_fidelity_is_measured_under_the_receipts_that_stand(make: Make, monkeypa
     """Recordings under the same judgment are judged again; those of an earlier one are kept, and new ones are made."""
     judged: list[str] = []
 
-    def capture(rules: object, *, permit: Any, folder: Path, timeout_s: float, progress: object) -> list[Path]:
+    def capture(rules: object, *, permit: Any, folder: Path, timeout_s: float) -> list[Path]:
+        # Said before the first load; nothing is until the last one has ended.
+        assert [(it.over, it.done) for it in campaign.said if isinstance(it, Timed)] == [(False, 0)]
         path = folder / "fidelity-open.jsonl"
         path.write_bytes(recorded([], judgment=permit.judgment))
         return [path]
@@ -447,6 +451,8 @@ def test_fidelity_is_measured_under_the_receipts_that_stand(make: Make, monkeypa
         campaign.selection = replace(campaign.selection, study=replace(campaign.study, fidelity=rules))
         timing._fidelity(cast(TimingPermit, SimpleNamespace(judgment=judgment)))
         begun.append(len(campaign.begun))
+        over = [(it.over, it.done == it.total) for it in campaign.said if isinstance(it, Timed)]
+        assert over == ([(False, False), (True, True)] if campaign.begun else [])
     assert begun == [1, 0, 1, 0]
     assert judged == ["1" * 64, "1" * 64, "2" * 64, "2" * 64]
 

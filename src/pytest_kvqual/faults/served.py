@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import CaptureError, KvqualError, ServerError
 from pytest_kvqual.faults.catalogue import GATES, LIVE_PASSES, Fault, live
 from pytest_kvqual.faults.seeded import ROTATION_ONLY
+from pytest_kvqual.progress import Boot, Progress, Step, silent
 from pytest_kvqual.server import rpc
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Served:
         selection: The arm at one length.
         model: The verified model folder.
         folder: Receives the servers' logs, ``server-N.log``.
-        progress: Takes one line about a long step.
+        progress: Takes what is being done.
         install: Where the arm's checkouts come from, which are looked at before each boot.
     """
 
@@ -148,7 +149,7 @@ class Served:
         *,
         model: Path,
         folder: Path,
-        progress: Callable[[str], None],
+        progress: Progress = silent,
         install: Install | None = None,
     ) -> None:
         self.selection = selection
@@ -244,7 +245,6 @@ class Served:
         selection, port = self.selection, free_port()
         if self._install is not None:
             verify(self._install, selection.arm.name)
-        self._progress(f"{selection.arm.name}: booting")
         command = serve_command(
             selection,
             model=self._model,
@@ -253,14 +253,13 @@ class Served:
             python=python_of(selection.arm),
             inherited=os.environ,
         )
-        server = Server.start(
+        return Server.start(
             command,
             port=port,
             log=self._folder / f"server-{self.boots}.log",
             timeouts=Timeouts(boot_s=selection.study.engine.boot_timeout_s),
+            progress=lambda stage, seconds: self._progress(Boot(arm=selection.arm.name, stage=stage, seconds=seconds)),
         )
-        self._progress(f"{selection.arm.name}: booted in {server.boot_s:.0f} s")
-        return server
 
     def _death(self, error: KvqualError) -> str:
         """What ended the server where it is gone, else the error at hand; with the first exception that it logged."""
@@ -393,7 +392,7 @@ class Served:
 
     def _read_identity(self) -> None:
         if not self._identity:
-            self._progress(f"{self.selection.arm.name}: identity")
+            self._progress(Step(arm=self.selection.arm.name, what="identity", begun_ns=monotonic_ns()))
             self._identity = [_mapping(rank) for rank in self._call("kvqual_identity")]
 
     def _identity_now(self, fault: str | None) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,9 @@ import psutil
 
 from pytest_kvqual._clock import monotonic_ns
 from pytest_kvqual.errors import ServerError
+from pytest_kvqual.progress import BootStage
 from pytest_kvqual.server import devices
+from pytest_kvqual.server.boot_log import BootLog
 from pytest_kvqual.server.command import PACKAGE_ROOT, Command
 
 _HOST = "127.0.0.1"
@@ -287,7 +289,7 @@ class Server:
         port: int,
         log: Path,
         timeouts: Timeouts,
-        progress: Callable[[float], None] | None = None,
+        progress: Callable[[BootStage, float], None] | None = None,
     ) -> Server:
         """Start ``command``, which must listen on ``port``, and return once it answers.
 
@@ -296,7 +298,8 @@ class Server:
             port: The loopback port that the command was given.
             log: Receives the tree's standard output and error; appended to.
             timeouts: The bounds.
-            progress: Called with the seconds since the start, about once a second.
+            progress: Called with the stage and the seconds since the start: at the start, about once a second, and
+                when the server is ready.
 
         Raises:
             ServerError: The port is taken, the program did not start, died, or did not answer in time, or another
@@ -310,6 +313,8 @@ class Server:
         try:
             server._await_ready(begun, timeouts.boot_s, progress)
             server.check_loopback()
+            if progress is not None:
+                progress("ready", server.boot_s)
         except BaseException:
             tree.stop()
             raise
@@ -414,10 +419,10 @@ class Server:
         """
         self._tree.stop()
 
-    def _await_ready(self, begun: int, boot_s: float, progress: Callable[[float], None] | None) -> None:
+    def _await_ready(self, begun: int, boot_s: float, progress: Callable[[BootStage, float], None] | None) -> None:
         deadline = begun + int(boot_s * 1e9)
         last = "no answer"
-        told = 0
+        told, stages = -1, BootLog(self.log, start=self._tree.log_start)
         while True:
             # The death of the process is asked before the answer: a stranger on the port must not hide it.
             status = self._tree.exit_status()
@@ -438,7 +443,7 @@ class Server:
                 )
             if progress is not None and (now - begun) // 1_000_000_000 > told:
                 told = (now - begun) // 1_000_000_000
-                progress((now - begun) / 1e9)
+                progress(stages.stage(), (now - begun) / 1e9)
             select.select([], [], [], _POLL_S)
 
 

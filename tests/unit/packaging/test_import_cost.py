@@ -19,6 +19,7 @@ HEAVY = (
         "jinja2",
         "numpy",
         "psutil",
+        "rich",
         "scipy",
         "torch",
         "transformers",
@@ -47,6 +48,7 @@ def loaded_by(statement: str) -> set[str]:
         "pytest_kvqual.models",
         "pytest_kvqual.study.load",
         "pytest_kvqual.judge.sequence",
+        "pytest_kvqual.report.progress",
         "pytest_kvqual.report.terminal",
     ],
 )
