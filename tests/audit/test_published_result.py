@@ -225,7 +225,7 @@ def test_the_commands_of_the_page_say_so(
     assert main(words) == (0 if passes else 1)
     assert percent in capsys.readouterr().out
     (line,) = [line for line in page.splitlines() if f"kvqual {' '.join(words)} " in line]
-    assert f"# {percent} %, exits {0 if passes else 1}" in line
+    assert line.endswith(f"# {percent} %")
 
 
 def test_the_files_of_the_reconstruction_say_what_it_is(published: FullRun) -> None:

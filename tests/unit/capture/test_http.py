@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -163,7 +164,20 @@ def test_serial_sends_one_at_a_time_in_order(engine: FakeEngine) -> None:
 
 def test_natural_keeps_to_its_concurrency(engine: FakeEngine) -> None:
     """No more than the declared number is in flight, and responses come in the order asked."""
+
+    def let_run() -> None:
+        """The engine answers nobody before as many are in flight as may be, and some time for one more."""
+        deadline = time.monotonic() + 5
+        while engine.in_flight < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.1)
+        engine.running.set()
+
+    engine.running.clear()
+    waiting = threading.Thread(target=let_run)
+    waiting.start()
     responses = asyncio.run(http.send_natural(engine.base_url, requests(9), concurrency=3, timeout_s=10))
+    waiting.join()
     assert engine.most_in_flight == 3
     assert [response.index for response in responses] == list(range(9))
 
