@@ -87,7 +87,6 @@ def replay(
     [
         ("smollm2-cpu", "native", {"nan-fill"}),
         ("smollm2-cpu", "candidate", set()),
-        ("smollm2-cpu-fp8", "fp8-e5m2-toward-zero", {"nan-fill"}),
     ],
 )
 def test_healthy_passes(
