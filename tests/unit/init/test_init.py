@@ -209,6 +209,19 @@ def test_a_model_without_a_chat_template_is_asked_the_bare_question(monkeypatch:
         tokenizer.chat("What?")
 
 
+def test_a_number_can_be_changed_afterwards(world: SimpleNamespace) -> None:
+    """Edit the declaration, prepare, freeze: the panel has the new number of questions, and the lock matches again."""
+    assert run(world) == 0
+    declaration = Path("my-model-k16v8", "study.toml")
+    declaration.write_text(declaration.read_text().replace("recall = 160 ", "recall = 64 "))
+    again = ["prepare", "my-model-k16v8", "--model", str(world.model.folder), "--text", str(world.text)]
+    assert main(again) == 0
+    assert main(["freeze", "my-model-k16v8"]) == 0
+    study = load_study("my-model-k16v8")
+    verify_lock(study)
+    assert len(json.loads(study.lengths[128].panels["recall"].read_text())["items"]) == 64
+
+
 def test_a_prepared_study_names_what_comes_next(world: SimpleNamespace) -> None:
     """A study that times nothing needs no trace and no plan."""
     assert run(world) == 0
