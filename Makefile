@@ -89,7 +89,7 @@ controls-from-start: model
 test: lint types imports unit engine
 
 unit: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/engine -n 2 $(PYTEST_ARGS)
 
 engine: model
 	$(BIN)/python -m pytest tests -m "engine or alone" $(PYTEST_ARGS)

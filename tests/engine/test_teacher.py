@@ -17,6 +17,8 @@ from vllm.v1.sample.logits_processor.interface import MoveDirectionality  # noqa
 
 from pytest_kvqual.worker.teacher import Teacher, activity  # noqa: E402
 
+pytestmark = pytest.mark.engine
+
 VOCABULARY = 10
 
 

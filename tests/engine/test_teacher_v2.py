@@ -19,6 +19,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import loader as second  # noqa:
 
 from pytest_kvqual.worker.teacher import Teacher, activity  # noqa: E402
 
+pytestmark = pytest.mark.engine
+
 VOCABULARY = 10
 NAME = "pytest_kvqual.worker.teacher:Teacher"
 

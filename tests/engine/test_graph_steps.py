@@ -16,6 +16,8 @@ from vllm.config import CUDAGraphMode  # noqa: E402
 from pytest_kvqual.worker.taps import OracleTaps  # noqa: E402
 from pytest_kvqual.worker.wire import WorkerError  # noqa: E402
 
+pytestmark = pytest.mark.engine
+
 
 def _run(served: Served, taps: OracleTaps) -> dict[str, Any]:
     for rows in STEPS:

@@ -32,6 +32,8 @@ from pytest_kvqual.worker.runner import (  # noqa: E402
 )
 from pytest_kvqual.worker.wire import WorkerError  # noqa: E402
 
+pytestmark = pytest.mark.engine
+
 
 def _scheduled(**counts: int) -> SimpleNamespace:
     return SimpleNamespace(num_scheduled_tokens=counts)
