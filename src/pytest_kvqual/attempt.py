@@ -576,10 +576,8 @@ class Attempt:
 
         study, rules = self._selection.study, self._selection.study.oracle
 
-        def one(panel: Panel, what: str, **options: object) -> dict[str, object]:
-            step = Step(arm=self._label, what=what, begun_ns=monotonic_ns(), total=len(panel.items))
-            self._progress(step)
-            found = capture_oracle(
+        def one(panel: Panel, tell: Callable[[int, int], None], **options: object) -> dict[str, object]:
+            return capture_oracle(
                 self._live(),
                 panel,
                 **options,  # type: ignore[arg-type]  # those of the table below
@@ -587,8 +585,13 @@ class Attempt:
                 schedule=study.schedule,
                 wave_size=self._selection.length.wave_size,
                 timeout_s=study.engine.request_timeout_s,
-                progress=lambda done, total: self._progress(replace(step, done=done, total=total)),
+                progress=tell,
             )
+
+        def healthy(panel: Panel, what: str, **options: object) -> dict[str, object]:
+            step = Step(arm=self._label, what=what, begun_ns=monotonic_ns(), total=len(panel.items))
+            self._progress(step)
+            found = one(panel, lambda done, total: self._progress(replace(step, done=done, total=total)), **options)
             # Not with the last answer: the ranks compare the whole pool after it.
             self._progress(replace(step, done=len(panel.items), over=True, detail=_checked(found["records"])))
             return found
@@ -602,16 +605,17 @@ class Attempt:
         with self._tapped():
             passes, panels = [], pass_panels(self._selection)
             for number, (name, panel) in enumerate(panels.items(), start=1):
-                found = one(panel, f"oracle pass {number} of {len(panels)}, {name}", **options[name])
+                found = healthy(panel, f"oracle pass {number} of {len(panels)}, {name}", **options[name])
                 passes.append({"name": name, "records": found["records"], "wave": found["responses"]})
                 self._keep_reproducers(name, found["records"])
-            entries = []
+            entries, tell = [], self.steps("oracle under seeded faults", "faults")
             brief = _up_to(load_task_panel(self._selection, "oracle"), rules.poison_prompt_tokens)
             for number, (fault, gate) in enumerate(faults, start=1):
                 try:
                     found = one(
                         brief,
-                        f"oracle under seeded fault {number} of {len(faults)}",
+                        # A pass takes seconds, and all have the same requests: the faults are the steps.
+                        lambda done, total: None,
                         fault=fault,
                         probe=True,
                         fills=gate == "replay",
@@ -622,6 +626,7 @@ class Attempt:
                 entries.append(
                     {"fault": fault, "claimed_by": gate, "records": found["records"], "responses": found["responses"]}
                 )
+                tell(number, len(faults))
             self._bundle.write(ORACLE, {"schema": 2, "passes": passes, "poison": entries})
         self._dispatched_again("oracle")
 

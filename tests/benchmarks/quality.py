@@ -12,7 +12,6 @@ not, 2 when nothing could be measured.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,15 +28,12 @@ from pytest_kvqual.study.model import Selection
 
 GATES = "nll,retrieval,recall"
 SHOWN = 5
-# "oracle under seeded fault 2 of 3"
-_NUMBER = re.compile(r" \d+ of \d+$")
 
 
 class Clock:
     """Takes a campaign's events, prints what is over with the time since the start, and sums up what each took.
 
-    The time between two events is that of what was being done before the second one. Seeded faults of one kind count
-    together.
+    The time between two events is that of what was being done before the second one.
     """
 
     def __init__(self) -> None:
@@ -53,7 +49,7 @@ class Clock:
             pace = self._paces.setdefault((title(event), event.begun_ns), Pace(event.begun_ns))
             pace.update(event.done, event.total, now)
         if not isinstance(event, str):
-            what = f"{event.arm}: boot" if isinstance(event, Boot) else _NUMBER.sub("", title(event))
+            what = f"{event.arm}: boot" if isinstance(event, Boot) else title(event)
             self._spent(what if over else self._doing)
             self._doing = what
         if over:

@@ -25,8 +25,8 @@ TICK_S = 0.5
 """Time between two drawings without an event, in seconds."""
 THREAD_NAME = "kvqual-progress"
 _BAR = 24
-_WITH_BAR = 90
-"""Columns from which there is room for a bar."""
+_FIGURES = 40
+"""Columns that the figures of a series rarely exceed: a bar is drawn where it leaves so many."""
 
 
 class VisibleCursor(Console):
@@ -144,7 +144,7 @@ class Live:
         row.add_column(no_wrap=True, overflow="ellipsis")
         cells: list[RenderableType] = [Text(title(event))]
         share = self._pace.share if isinstance(event, Step) else None
-        if share is not None and self._console.width >= _WITH_BAR:
+        if share is not None and self._console.width >= len(title(event)) + _BAR + _FIGURES + 4:
             row.add_column(width=_BAR)
             cells.append(ProgressBar(total=1.0, completed=share, width=_BAR))
         # The figures are the point: of a narrow terminal they get what they need first.

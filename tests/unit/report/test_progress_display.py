@@ -305,6 +305,16 @@ def test_the_drawn_line_never_wraps(width: int, done: int, what: str) -> None:
     assert len([line for line in screen(file.getvalue(), width) if line]) == 0
 
 
+def test_the_figures_of_a_long_name_are_whole() -> None:
+    """Where a bar leaves no room for them, it is the bar that is not drawn."""
+    display, now, file = live(width=80)
+    now.at(300)
+    display.show(step(10, what="oracle pass 2 of 4, pressure"))
+    (drawn,) = screen(file.getvalue(), 80)
+    assert drawn == "candidate: oracle pass 2 of 4, pressure  10/40 requests, 5:00, 2/min, 15:00 left"[:80]
+    display.close()
+
+
 def test_the_thread_draws_between_two_events() -> None:
     """The time goes on although no answer comes."""
     display, now, file = live(tick_s=0.002)
