@@ -442,7 +442,7 @@ class Attempt:
         from pytest_kvqual.server import rpc
 
         ranks = rpc.call(server.base_url, "kvqual_activity", timeout_s=10.0)
-        busy = [rank["busy_ns"] for rank in ranks if isinstance(rank, dict)]
+        busy = [rank.get("busy_ns") for rank in ranks if isinstance(rank, dict)]
         # Ranks step together: the busiest one is the engine.
         self._activity.busy_ns += max((value for value in busy if isinstance(value, int)), default=0)
 
