@@ -171,6 +171,8 @@ class Campaign:
         self._activity = Activity()
         self._claims = contextlib.ExitStack()
         self._controls_there: set[Path] | None = None
+        # UUIDs; empty on a CPU, and where the driver tells none.
+        self._devices: frozenset[str] = frozenset()
         self._model = Path()
         self._lock = ""
         self._implementation = ""
@@ -359,6 +361,17 @@ class Campaign:
         ]
         for name in dict.fromkeys(found):
             self._claims.enter_context(hold(name, f"{name}: found another run that uses this device, expected none"))
+        self._devices = frozenset(name.removeprefix("gpu-") for name in found if name.startswith("gpu-GPU-"))
+
+    def _on_this_device(self, reader: Reader) -> bool:
+        """Whether a capture is of a device of this run: identity holds an arm against controls of the same one.
+
+        True where the driver tells no UUID, or the capture none: identity says so then.
+        """
+        from pytest_kvqual.server.devices import recorded
+
+        seen = recorded(reader.document(IDENTITY)) if reader.has(IDENTITY) else frozenset()
+        return not self._devices or seen <= self._devices
 
     def scope_of(self, arm: Arm) -> Scope:
         """The scope of an arm of the study at this campaign's length and pool."""
@@ -659,7 +672,13 @@ class Campaign:
             for file in receipt.evidence
         }
         reader = Reader.latest(
-            self.run_dir, scope, prefix=self.prefix, names=names, known=self._controls_there, first=cited
+            self.run_dir,
+            scope,
+            prefix=self.prefix,
+            names=names,
+            known=self._controls_there,
+            first=cited,
+            accept=self._on_this_device,
         )
         if reader is not None:
             self._progress(f"{arm.name}: captured earlier in {reader.name}")
@@ -707,7 +726,7 @@ class Campaign:
         if self._attempt is None and self.arm not in self._readers:
             scope = self._scope(self.selection.arm, self.arm)
             names = self._needed(self._gates)
-            reader = Reader.latest(self.run_dir, scope, prefix=self.prefix, names=names)
+            reader = Reader.latest(self.run_dir, scope, prefix=self.prefix, names=names, accept=self._on_this_device)
             if reader is not None:
                 self._progress(f"{self.arm}: captured earlier in {reader.name}")
                 self._readers[self.arm] = reader

@@ -7,7 +7,8 @@ import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -576,6 +577,18 @@ def test_two_runs_in_one_directory(run: Run, tmp_path: Path, locked: dict[str, A
             run()
     finally:
         first.close()
+
+
+@pytest.mark.parametrize(("mine", "used"), [({"GPU-0"}, False), ({"GPU-0", "GPU-1"}, True), (set(), True)])
+def test_a_capture_of_another_gpu_is_not_used(tmp_path: Path, mine: set[str], used: bool) -> None:
+    """Where the run knows its devices, a capture counts only if it was made on them."""
+    selection = select(load_study("smollm2-cpu"), arm="candidate", length=1024, cache_bytes=None)
+    campaign = Campaign(selection, run_dir=tmp_path, progress=lambda line: None)
+    campaign._devices = frozenset(mine)
+    record = {"ranks": [{"device": {"devices": [{"uuid": "GPU-1"}]}}]}
+    reader: Any = SimpleNamespace(has=lambda name: True, document=lambda name: record)
+    assert campaign._on_this_device(reader) is used
+    assert campaign._on_this_device(cast(Any, SimpleNamespace(has=lambda name: False)))
 
 
 def test_two_arms_in_one_directory_at_once(run: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ A document or record is digested once more when it is read, since a file can cha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -83,11 +83,12 @@ class Reader:
         names: Sequence[str] = (),
         known: Collection[Path] | None = None,
         first: Collection[str] = (),
+        accept: Callable[[Reader], bool] | None = None,
     ) -> Reader | None:
         """The newest complete attempt of exactly this scope that has all of ``names`` sealed; None where there is none.
 
         With ``known``, only these folders are looked at; attempts that ``first`` names, as ``FOLDER/attempt-N``, come
-        before newer ones.
+        before newer ones. With ``accept``, one that it returns False for is passed over.
 
         Failed and unfinished attempts are passed over, unread but for what says so: evidence of theirs is kept, never
         used in the place of a new capture.
@@ -110,7 +111,7 @@ class Reader:
             if _outcome(path, manifest)[0] != "complete":
                 continue
             reader = cls(path)
-            if all(name in reader.digests for name in names):
+            if all(name in reader.digests for name in names) and (accept is None or accept(reader)):
                 return reader
         return None
 

@@ -151,6 +151,15 @@ def in_use(
     return tuple(f"gpu-{lock_name(name, host)}" for name in names)
 
 
+def recorded(identity: Mapping[str, object]) -> frozenset[str]:
+    """The UUIDs of the devices that the ranks of an identity record say they ran on; none where they do not."""
+    ranks = identity.get("ranks")
+    records = [rank.get("device") for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
+    listed = [record.get("devices") for record in records if isinstance(record, Mapping)]
+    devices = [device for found in listed if isinstance(found, list) for device in found if isinstance(device, Mapping)]
+    return frozenset(str(device["uuid"]) for device in devices if device.get("uuid"))
+
+
 def take(assignment: Mapping[str, str]) -> None:
     """Make what :func:`assign` gave to this worker the environment of this process, and of all that it starts."""
     os.environ.update(assignment)

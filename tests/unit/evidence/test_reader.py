@@ -25,6 +25,16 @@ def test_the_newest_complete_attempt_is_reused(tmp_path: Path) -> None:
     assert (reader.number, reader.records("nll.jsonl")) == (3, RECORDS)
 
 
+def test_what_is_not_accepted_is_passed_over(tmp_path: Path) -> None:
+    """An older attempt is given where the newer ones are not accepted, and none where none is."""
+    for _ in range(3):
+        write_attempt(tmp_path, outcome="complete")
+    reader = Reader.latest(tmp_path, SCOPE, names=NAMES, accept=lambda it: it.number < 3)
+    assert reader is not None
+    assert reader.number == 2
+    assert Reader.latest(tmp_path, SCOPE, names=NAMES, accept=lambda it: False) is None
+
+
 def test_nothing_is_reused_where_nothing_is(tmp_path: Path) -> None:
     """An empty run directory holds no attempt, which is no error."""
     assert Reader.latest(tmp_path / "gone", SCOPE, names=NAMES) is None

@@ -139,6 +139,22 @@ with hold(sys.argv[1], "taken", shared=sys.argv[2] == "shared"):
 """
 
 
+@pytest.mark.parametrize(
+    ("identity", "found"),
+    [
+        ({"ranks": [{"device": {"devices": [{"uuid": "GPU-1"}]}}, {"device": {"devices": [{"uuid": "GPU-2"}]}}]},
+         {"GPU-1", "GPU-2"}),
+        ({"ranks": [{"device": {"devices": []}}]}, set()),
+        ({"ranks": [{}, None, {"device": None}, {"device": {"devices": [None, {"uuid": ""}]}}]}, set()),
+        ({"ranks": None}, set()),
+        ({}, set()),
+    ],
+)  # fmt: skip
+def test_devices_of_a_record(identity: dict[str, object], found: set[str]) -> None:
+    """Each rank's device by its UUID; a record that tells none has none."""
+    assert devices.recorded(identity) == found
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of locks of this test alone."""
