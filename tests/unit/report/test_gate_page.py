@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -174,6 +176,27 @@ def test_receipts_with_digests_and_commands(good: Page, passing_run: FullRun) ->
     commands = [it.text for it in good.all("pre")]
     assert "pytest qualification/ -m gpu --study synthetic --arm candidate --length 32" in commands
     assert "kvqual audit RUN_DIR --arm candidate --length 32" in commands
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "begins"),
+    [
+        ("format", "bf16", "kvqual freeze synthetic --format bf16 --check"),
+        ("name", "x; rm -rf ~ #", "kvqual freeze 'x; rm -rf ~ #' --check"),
+        ("platform", "gpu; rm -rf ~ #", "kvqual freeze synthetic --check"),
+    ],
+)
+def test_commands_are_of_the_study_and_nothing_else(passing_run: FullRun, key: str, value: str, begins: str) -> None:
+    """The format of a study that has several is named; what a hostile study calls itself is one word of a shell."""
+    run = read_run(passing_run.run_dir)
+    run = replace(
+        run, scopes=tuple(replace(it, study=replace(it.study, **cast(Any, {key: value}))) for it in run.scopes)
+    )
+    commands = [it.text for it in Page(render(run)).all("pre")]
+    assert begins in commands
+    assert not any("rm" in shlex.split(it) for it in commands if it.startswith(("kvqual", "pytest")))
+    gates = next(it for it in commands if it.startswith("pytest"))
+    assert ("--format bf16" in gates) is (key == "format")
 
 
 def test_the_page_is_a_function_of_the_run_directory(passing_run: FullRun) -> None:
