@@ -28,7 +28,7 @@ from pytest_kvqual.errors import ReceiptError
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import build
 from pytest_kvqual.receipt.write import read_all, write
-from pytest_kvqual.report.gate import answers
+from pytest_kvqual.report.gate import answers, evidence
 from pytest_kvqual.report.gate.figures import figures
 from pytest_kvqual.report.gate.page import _limit, headline, render
 from pytest_kvqual.report.gate.run import RunState, read_run
@@ -671,3 +671,14 @@ def test_the_headline_decides_nothing(passing_run: FullRun, failing_run: FullRun
         (scope,) = read_run(run.run_dir).scopes
         assert headline(scope) == headline(scope)
         assert headline(scope).word == next((it.said for it in scope.asked if it.said != "PASS"), "PASS")
+
+
+def test_what_is_too_large_to_hold_is_digested_and_not_shown(
+    failing_run: FullRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture beyond the bound stays intact evidence; its answers are left out, with the reason."""
+    monkeypatch.setattr(evidence, "LARGEST", 1000)
+    page = Page(rendered(failing_run.run_dir))
+    assert "it has more than 1,000 bytes: the answers of" in page.one("main").text
+    assert page.all("blockquote") == []
+    assert "are here with the digests that they name" in page.one("header").text
