@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 
 from pytest_kvqual import __version__
@@ -17,6 +18,9 @@ DEFAULT_STUDY = "smollm2-cpu"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an error raised on purpose is one line on standard error and exit status 2."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        # As on standard error: a file's name may be no text, and another alphabet than the terminal's may be in one.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = args.run(args)
     except KvqualError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -64,7 +65,8 @@ def init(
     tokenizer_of(model)
     name = plain(model.name)
     folder = (Path(f"{name}-{candidate}".lower()) if output is None else output.expanduser()).absolute()
-    if folder.exists():
+    # A link to nothing counts, and a name too long for the disk is told where it is written.
+    if os.path.lexists(folder):
         raise StudyError(f"found {folder}, expected no such folder: a study is not overwritten", advice="--output DIR")
     texts = read_text(text)
     study = own_study(

@@ -17,6 +17,9 @@ CONFIG_FILE: Final = "config.json"
 #: A key that says how many KV heads there are, other than the one that is read here.
 _OTHER_KV_HEADS: Final = ("multi_query", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 
+#: Of packed weights, the keys that say how the cache is to be packed too.
+_CACHE_SCHEMES: Final = ("kv_cache_scheme", "kv_cache_quant_algo")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
@@ -77,13 +80,21 @@ def sizes_of(model: Path) -> Sizes:
 def refuse_other_attention(model: Path) -> None:
     """Refuse a model whose attention is not full causal attention over all positions in every layer.
 
-    The oracles' references compute nothing else.
+    The oracles' references compute nothing else. Refused too is one whose weights ask for a cache of 8 bits: the engine
+    then gives it to every arm, and nothing is left to compare with.
 
     Raises:
         ModelError: It is another kind; names the key that says so.
     """
     config = _config(model)
     values = {key: config.raw(key) for key in config.names()}
+    packed = values.get("quantization_config")
+    for key in _CACHE_SCHEMES:
+        if isinstance(packed, Mapping) and packed.get(key):
+            raise ModelError(
+                f"{model / CONFIG_FILE}: found quantization_config.{key}, expected none: the engine then gives a cache "
+                "of 8 bits to every arm, native too"
+            )
     for key, says, kind in _OTHER_ATTENTION:
         if says(values.get(key), values):
             raise ModelError(
@@ -124,12 +135,22 @@ def _no_decoder(value: object, values: Mapping[str, object]) -> bool:
     return isinstance(value, list) and not any(str(it).endswith(("ForCausalLM", "LMHeadModel")) for it in value)
 
 
+def _not_ones(value: object, values: Mapping[str, object]) -> bool:
+    return isinstance(value, list) and any(it != 1 for it in value)
+
+
+def _alibi(value: object, values: Mapping[str, object]) -> bool:
+    return value == "alibi"
+
+
 _OTHER_ATTENTION: Final[tuple[tuple[str, Callable[[object, Mapping[str, object]], bool], str], ...]] = (
     ("kv_lora_rank", _set, "multi-head latent attention"),
     ("layer_types", _not_full, "a hybrid"),
     ("layers_block_type", _not_full, "a hybrid"),
     ("sliding_window", _window, "sliding-window attention"),
     ("attention_chunk_size", _set, "chunked attention"),
+    ("dual_chunk_attention_config", _set, "chunked attention"),
+    ("attn_type_list", _not_ones, "a hybrid"),
     ("hybrid_override_pattern", _set, "a hybrid"),
     ("full_attention_interval", _set, "a hybrid"),
     ("attn_layer_period", _set, "a hybrid"),
@@ -137,6 +158,7 @@ _OTHER_ATTENTION: Final[tuple[tuple[str, Callable[[object, Mapping[str, object]]
     ("state_size", _set, "a state space"),
     ("attn_logit_softcapping", _set, "attention with a soft cap"),
     ("alibi", _set, "attention with biases"),
+    ("position_embedding_type", _alibi, "attention with biases"),
     ("num_kv_shared_layers", _set, "a cache that layers share"),
     ("use_cla", _set, "a cache that layers share"),
     ("is_encoder_decoder", _set, "an encoder and a decoder"),

@@ -143,7 +143,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         type=_arm_name,
         action="append",
-        help="the arm under qualification (default: the study's candidate); with -n one for each group",
+        help="the arm under qualification; with -n once for each group (default: the study's candidate)",
     )
     group.addoption(
         "--length",

@@ -423,7 +423,10 @@ def _write(study: Study, path: Path, data: bytes) -> str:
 
 @functools.cache
 def _chat_template(folder: Path) -> Any:
-    return _package("transformers").AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    # Said, or a model with code of its own makes it ask on the terminal.
+    return _package("transformers").AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
 
 
 def tokenizer_of(model: Path) -> Tokenizer:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -199,3 +202,14 @@ def test_replay_of_a_damaged_file(
     assert out == ""
     assert err.startswith(f"kvqual replay: {path}: {text}")
     assert err.count("\n") == 1
+
+
+def test_a_name_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file among the receipts whose name cannot be encoded is reported as damaged, like any other."""
+    folder = tmp_path / "receipts" / "candidate-1024-4096"
+    folder.mkdir(parents=True)
+    (folder / os.fsdecode(b"01-identity-\xff.json")).write_bytes(b"{}")
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="utf-8", write_through=True))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert b"damaged: receipts/candidate-1024-4096/01-identity-\\udcff.json" in out.getvalue()

@@ -6,8 +6,10 @@ file, flushed to disk, then linked under its name, which fails where the name is
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ FOLDER = "receipts"
 _FILE = re.compile(r"(?P<order>\d{2,})-(?P<gate>[A-Za-z0-9._-]+)-(?P<attempt>[1-9]\d*)\.json")
 _SCOPE = re.compile(r"(?P<arm>[A-Za-z0-9._-]+)-(?P<length>\d+)-(?P<cache>\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LARGEST = 64 << 20
 _ADVICE = "free space or give another --run-dir that you may write to"
 
 
@@ -133,9 +136,13 @@ def _read(path: Path, prefix: str) -> Receipt | DamagedReceipt | None:
     """A receipt, a damaged one, or None for one that belongs to another prefix."""
     label = f"{FOLDER}/{path.parent.name}/{path.name}"
     try:
-        receipt = parse(path.read_bytes(), name=label)
+        receipt = parse(_bytes(path), name=label)
     except ReceiptError as error:
         return _damaged(path, prefix, label, str(error).removeprefix(f"{label}: "))
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        return _damaged(path, prefix, label, f"found {_NO_FILE[error.errno]}, expected a plain file")
     stem = _stem(receipt.scope)
     if not path.parent.name.endswith(stem):
         return _damaged(path, prefix, label, f"found a receipt of {stem}, expected it in a folder of that name")
@@ -145,6 +152,32 @@ def _read(path: Path, prefix: str) -> Receipt | DamagedReceipt | None:
     if path.name != expected:
         return _damaged(path, prefix, label, f"found the file name {path.name}, expected {expected}")
     return receipt
+
+
+_NO_FILE = {
+    errno.EINVAL: "a pipe or a device",
+    errno.ENXIO: "a socket",
+    errno.EISDIR: "a folder",
+    errno.EFBIG: f"more than {_LARGEST >> 20} MiB",
+    errno.ENOENT: "a link to nothing",
+    errno.ELOOP: "a link to itself",
+}
+
+
+def _bytes(path: Path) -> bytes:
+    """The bytes of a plain file of moderate size. Anything else could be waited for without end.
+
+    Raises:
+        OSError: It cannot be read, or is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if found.st_size > _LARGEST:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return file.read()
 
 
 def _damaged(path: Path, prefix: str, label: str, reason: str) -> DamagedReceipt | None:

@@ -223,9 +223,13 @@ def _opened(path: Path) -> int:
     """The file, for reading: that is enough to lock it, also where it is another user's."""
     while True:
         try:
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # A pipe of that name is opened, not waited for.
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             try:
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+                made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                # Whatever the umask is.
+                os.fchmod(made, 0o644)
+                os.close(made)
             except FileExistsError:
                 continue

@@ -246,9 +246,11 @@ def _implementation_files(study: Study) -> dict[str, Path]:
         for path in _code(package, (".py",))
         if not any(path.is_relative_to(folder) for folder in apart)
     }
-    # The gates stand next to the studies; a study elsewhere is run by the package's own.
+    # The gates stand next to the studies; a study elsewhere is run by the package's own. So is every study under an
+    # installed package, whatever else its user's project calls by that name.
     name = _places.QUALIFICATION
-    places = (study.directory.parent.parent / name, _places.folder(name))
+    beside = () if _places.installed() else (study.directory.parent.parent / name,)
+    places = (*beside, _places.folder(name))
     gates = next((place for place in places if place.is_dir()), None)
     if gates is not None:
         files |= {f"{name}/{path.relative_to(gates).as_posix()}": path for path in _code(gates, (".py",))}

@@ -21,13 +21,11 @@ from documents import PAGES, PROGRAMS, REASONS, ROOT, Command, blocks, commands,
 from full_run import build_run
 from recordings import request, to_bytes, whole
 
-from pytest_kvqual import cli, plugin
+from pytest_kvqual import _places, cli, plugin
 from pytest_kvqual.errors import KvqualError
 from pytest_kvqual.oracles import reproducer
 from pytest_kvqual.study.load import find_study, load_study, select
 
-#: Commands of what is not there yet; each goes from here when it is.
-PENDING = ("pytest --pyargs",)
 STUDIES = ("smollm2-cpu-fp8",)
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_-]*")
 
@@ -55,8 +53,6 @@ def check(text: str, pytester: pytest.Pytester) -> None:
     if not found:
         return
     program, *arguments = found
-    if text.startswith(PENDING):
-        return
     if program == "kvqual":
         _kvqual(arguments)
     elif program == "pytest":
@@ -112,6 +108,10 @@ def _pytest(arguments: list[str], pytester: pytest.Pytester) -> None:
         raise WrongError(str(error)) from None
     for name in config.option.file_or_dir:
         place = name.partition("::")[0]
+        if config.option.pyargs:
+            # What an installed package has in it, a checkout has at its root.
+            _, package, rest = place.partition(_places.GATES_MODULE)
+            place = f"qualification{rest.replace('.', '/')}" if package else place
         if not PLACEHOLDER.fullmatch(place) and not list(ROOT.glob(place.rstrip("/"))):
             raise WrongError(f"found no {place} in the repository")
     unknown = set(re.findall(r"[a-z_]\w*", config.option.markexpr)) - {"and", "or", "not"} - markers()
@@ -246,15 +246,6 @@ def test_commands_in_running_text_parse(page: Path, pytester: pytest.Pytester) -
     assert wrong == []
 
 
-def test_commands_that_are_there_are_not_pending() -> None:
-    """A command that is there has no exemption from these tests."""
-    actions = [it for it in cli._parser()._actions if isinstance(it, argparse._SubParsersAction)]
-    there = {f"kvqual {name}" for action in actions for name in action.choices}
-    if importlib.util.find_spec("pytest_kvqual.qualification") is not None:
-        there.add("pytest --pyargs")
-    assert there.isdisjoint(PENDING)
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -267,6 +258,9 @@ def test_commands_that_are_there_are_not_pending() -> None:
         ("pytest qualification/ -m cpu --arm candidat", "found no arm 'candidat'"),
         ("pytest qualification/ -m gpu --study smollm2-cpu", "-m gpu with the study smollm2-cpu"),
         ("pytest nowhere -m cpu", "found no nowhere"),
+        ("pytest --pyargs pytest_kvqual.qualifications -m cpu", "found no qualifications"),
+        ("pytest --pyargs pytest_kvqual.qualification.nothing -m cpu", "found no qualification/nothing"),
+        ("pytest --pyargs pytest_kvqual.qualification -m cpu --arms x", "--arms"),
         ("pytest qualification/ -m 'cpu and timings'", "markers timings"),
         ("make qualifi", "no target qualifi"),
         ("make qualify ARMS=x", "no variable ARMS"),

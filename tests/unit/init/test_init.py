@@ -150,6 +150,7 @@ def test_texts_of_other_studies_are_refused(world: SimpleNamespace, capsys: pyte
     ("break_it", "options", "message"),
     [
         ("", ["--output", "."], "expected no such folder: a study is not overwritten"),
+        ("", ["--output", "x" * 300], "File name too long"),
         ("", ["--candidate", "k4v4"], "--candidate: found 'k4v4', expected one of k16v8, k16v16, fp8_e4m3, fp8_e5m2"),
         ("", ["--length", "4096"], "all of them used"),
         ("config.json", [], "config.json: No such file"),

@@ -79,6 +79,9 @@ def test_a_damaged_file_is_refused(data: bytes | None, tmp_path: Path) -> None:
         ({"attention_chunk_size": 8192}, "chunked attention"),
         ({"attn_logit_softcapping": 50.0}, "a soft cap"),
         ({"alibi": True}, "biases"),
+        ({"position_embedding_type": "alibi"}, "biases"),
+        ({"attn_type_list": [0, 0, 1]}, "a hybrid"),
+        ({"dual_chunk_attention_config": {"chunk_size": 262144}}, "chunked attention"),
         ({"is_encoder_decoder": True}, "an encoder"),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "no decoder of text alone"),
     ],
@@ -97,9 +100,20 @@ def test_other_attention_is_refused(values: dict[str, object], kind: str, tmp_pa
         {"sliding_window": None},
         {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
         {"layer_types": ["full_attention"] * 2},
+        {"attn_type_list": [1, 1], "position_embedding_type": "rope"},
+        {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": None}},
         {"architectures": ["Qwen3ForCausalLM"], "is_encoder_decoder": False, "alibi": False},
     ],
 )
 def test_full_attention_is_taken(values: dict[str, object], tmp_path: Path) -> None:
     """Keys of another attention that are switched off refuse nothing."""
     refuse_other_attention(SmallModel(tmp_path).write(**values).folder)
+
+
+@pytest.mark.parametrize("key", ["kv_cache_scheme", "kv_cache_quant_algo"])
+def test_weights_that_ask_for_a_packed_cache_are_refused(key: str, tmp_path: Path) -> None:
+    """The engine would give every arm that cache, the control too."""
+    packed = {"quant_method": "compressed-tensors", key: {"num_bits": 8, "type": "float"}}
+    model = SmallModel(tmp_path).write(quantization_config=packed).folder
+    with pytest.raises(ModelError, match=rf"found quantization_config\.{key}, expected none"):
+        refuse_other_attention(model)

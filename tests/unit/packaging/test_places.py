@@ -91,6 +91,21 @@ def test_one_study_has_one_lock_in_a_checkout_and_installed(
     assert verify_lock(load_study(SMALL)).path == site / "pytest_kvqual" / "studies" / SMALL / "lock.json"
 
 
+def test_a_folder_of_the_users_is_not_taken_for_the_installed_gates(installed: Path, tmp_path: Path) -> None:
+    """A project with ``studies/mine`` and a folder ``qualification`` of its own locks the gates that are run."""
+    mine = tmp_path / "project" / "studies" / "mine"
+    shutil.copytree(ROOT / "studies" / SMALL, mine)
+    (tmp_path / "project" / "qualification").mkdir()
+    (tmp_path / "project" / "qualification" / "notes.py").write_text("")
+    locked = json.loads(freeze(load_study(str(mine))).read_bytes())["implementation"]
+    assert "qualification/test_01_identity.py" in locked
+    assert "qualification/notes.py" not in locked
+    gate = installed / "qualification" / "test_01_identity.py"
+    gate.write_text(gate.read_text() + "\n")
+    with pytest.raises(LockError, match=r": qualification/test_01_identity\.py: found sha256"):
+        verify_lock(load_study(str(mine)))
+
+
 def test_an_installed_gate_that_was_changed_breaks_the_lock(installed: Path, frozen: Path) -> None:
     """A gate's file in the package is named as in a checkout, and says to take a copy."""
     gate = installed / "qualification" / "test_01_identity.py"

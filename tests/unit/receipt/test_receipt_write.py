@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,45 @@ def test_from_disk_to_standing(tmp_path: Path, small_study: Any) -> None:
     evidence(tmp_path)
     path.write_bytes(path.read_bytes().replace(b"as declared", b"as Declared"))
     assert refusal().startswith("identity: damaged: receipts/candidate-1024-4096/01-identity-1.json: found content")
+
+
+def _as_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _as_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _as_link_to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _as_link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _as_huge_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 65 << 20)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (_as_pipe, "a pipe or a device"),
+        (_as_folder, "a folder"),
+        (_as_link_to_nothing, "a link to nothing"),
+        (_as_link_to_itself, "a link to itself"),
+        (_as_huge_file, "more than 64 MiB"),
+    ],
+)
+def test_what_is_no_plain_file_is_a_damaged_receipt(tmp_path: Path, make: Callable[[Path], None], what: str) -> None:
+    """A pipe in the place of the newest receipt is not waited for, and nothing else hides those beside it."""
+    write(tmp_path, statement())
+    make(tmp_path / "receipts" / "candidate-1024-4096" / "01-identity-2.json")
+    found = read_all(tmp_path)
+    assert [receipt.attempt for receipt in found.receipts] == [1]
+    assert [(it.gate, it.attempt, it.reason) for it in found.damaged] == [
+        ("identity", 2, f"found {what}, expected a plain file")
+    ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -26,7 +28,7 @@ from pytest_kvqual.errors import ReceiptError
 from pytest_kvqual.judge.verdict import Check, Outcome, Poison, Verdict
 from pytest_kvqual.receipt.statement import build
 from pytest_kvqual.receipt.write import read_all, write
-from pytest_kvqual.report.gate import answers
+from pytest_kvqual.report.gate import answers, evidence
 from pytest_kvqual.report.gate.figures import figures
 from pytest_kvqual.report.gate.page import _limit, headline, render
 from pytest_kvqual.report.gate.run import RunState, read_run
@@ -174,6 +176,27 @@ def test_receipts_with_digests_and_commands(good: Page, passing_run: FullRun) ->
     commands = [it.text for it in good.all("pre")]
     assert "pytest qualification/ -m gpu --study synthetic --arm candidate --length 32" in commands
     assert "kvqual audit RUN_DIR --arm candidate --length 32" in commands
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "begins"),
+    [
+        ("format", "bf16", "kvqual freeze synthetic --format bf16 --check"),
+        ("name", "x; rm -rf ~ #", "kvqual freeze 'x; rm -rf ~ #' --check"),
+        ("platform", "gpu; rm -rf ~ #", "kvqual freeze synthetic --check"),
+    ],
+)
+def test_commands_are_of_the_study_and_nothing_else(passing_run: FullRun, key: str, value: str, begins: str) -> None:
+    """The format of a study that has several is named; what a hostile study calls itself is one word of a shell."""
+    run = read_run(passing_run.run_dir)
+    run = replace(
+        run, scopes=tuple(replace(it, study=replace(it.study, **cast(Any, {key: value}))) for it in run.scopes)
+    )
+    commands = [it.text for it in Page(render(run)).all("pre")]
+    assert begins in commands
+    assert not any("rm" in shlex.split(it) for it in commands if it.startswith(("kvqual", "pytest")))
+    gates = next(it for it in commands if it.startswith("pytest"))
+    assert ("--format bf16" in gates) is (key == "format")
 
 
 def test_the_page_is_a_function_of_the_run_directory(passing_run: FullRun) -> None:
@@ -648,3 +671,14 @@ def test_the_headline_decides_nothing(passing_run: FullRun, failing_run: FullRun
         (scope,) = read_run(run.run_dir).scopes
         assert headline(scope) == headline(scope)
         assert headline(scope).word == next((it.said for it in scope.asked if it.said != "PASS"), "PASS")
+
+
+def test_what_is_too_large_to_hold_is_digested_and_not_shown(
+    failing_run: FullRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture beyond the bound stays intact evidence; its answers are left out, with the reason."""
+    monkeypatch.setattr(evidence, "LARGEST", 1000)
+    page = Page(rendered(failing_run.run_dir))
+    assert "it has more than 1,000 bytes: the answers of" in page.one("main").text
+    assert page.all("blockquote") == []
+    assert "are here with the digests that they name" in page.one("header").text

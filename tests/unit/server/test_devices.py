@@ -222,3 +222,17 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(devices.LOCKS, str(tmp_path / "file" / "locks"))
     with pytest.raises(RefusedError, match=r"^cannot use the lock .*: Not a directory$"), hold("host", "taken"):
         pass
+
+
+def test_another_user_can_open_a_lock_whatever_the_umask(folder: Path) -> None:
+    """A user whose files are private makes locks that others can open; a pipe in a lock's place is not waited for."""
+    before = os.umask(0o077)
+    try:
+        with hold("gpu-0", "taken"):
+            pass
+    finally:
+        os.umask(before)
+    assert (folder / "gpu-0.lock").stat().st_mode & 0o777 == 0o644
+    os.mkfifo(folder / "gpu-1.lock")
+    with hold("gpu-1", "taken"):
+        pass

@@ -143,7 +143,7 @@ def _capture(run: RunState, scope: ScopeState, gate: GateState, arm: str) -> _Ca
         return _Capture(name="", lines={}, why=f"the receipt names no capture of '{arm}': its answers cannot be shown")
     data = run.evidence.data(name, evidence[name])
     if data is None:
-        why = run.evidence.state(name, evidence[name]).why
+        why = run.evidence.why_not(name, evidence[name])
         return _Capture(name=name, lines={}, why=f"evidence/{name}: {why}: the answers of '{arm}' are not shown")
     lines: dict[str, bytes] = {}
     for line in data.split(b"\n"):

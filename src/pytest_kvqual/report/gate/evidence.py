@@ -16,6 +16,8 @@ State = Literal["intact", "missing", "changed", "unreadable"]
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PARTS: Final = 3
 _CHUNK: Final = 1 << 20
+LARGEST: Final = 1 << 30
+"""The most bytes of a file that are held at once; one with more is digested, and nothing of it is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,15 +56,21 @@ class Evidence:
         return EvidenceFile(name=name, sha256=sha256, state=state, found=found, why=why)
 
     def data(self, name: str, sha256: str) -> bytes | None:
-        """The bytes of a file, None unless they have this digest."""
+        """The bytes of a file, None unless they have this digest and are no more than :data:`LARGEST`."""
         try:
             with self._open(name) as file:
-                data = file.read()
+                if os.fstat(file.fileno()).st_size > LARGEST:
+                    return None
+                data = file.read(LARGEST)
         except OSError:
             return None
         found = hashlib.sha256(data).hexdigest()
         self._known[name] = ("intact", found, "")
         return data if found == sha256 else None
+
+    def why_not(self, name: str, sha256: str) -> str:
+        """Why :meth:`data` had nothing, in a few words."""
+        return self.state(name, sha256).why or f"it has more than {LARGEST:,} bytes"
 
     def _digest(self, name: str) -> tuple[State, str, str]:
         digest = hashlib.sha256()

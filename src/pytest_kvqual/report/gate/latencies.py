@@ -65,7 +65,7 @@ def loads(run: RunState, scope: ScopeState) -> tuple[tuple[Load, ...], tuple[str
     for name in sorted(wanted):
         data = run.evidence.data(name, wanted[name])
         if data is None:
-            notes.append(f"evidence/{name}: {run.evidence.state(name, wanted[name]).why}: left out of the plots")
+            notes.append(f"evidence/{name}: {run.evidence.why_not(name, wanted[name])}: left out of the plots")
             continue
         load = read_load(data, name, scope.prefix)
         if load is None:

@@ -7,6 +7,7 @@ Equal run directories give equal bytes.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -335,8 +336,11 @@ def _disclaims(scope: ScopeState) -> tuple[str, ...]:
 
 def _commands(scope: ScopeState) -> tuple[tuple[str, str], ...]:
     study, found = scope.study, scope.scope
-    platform = study.platform or "cpu"
-    options = f"--study {study.name or 'STUDY'} --arm {found.arm} --length {found.length}"
+    # They are there to be copied: what a study calls itself is one word of a shell.
+    platform = study.platform if study.platform in ("cpu", "gpu") else "cpu"
+    name = shlex.quote(study.name or "STUDY")
+    name += f" --format {shlex.quote(study.format)}" if study.format else ""
+    options = f"--study {name} --arm {found.arm} --length {found.length}"
     declared = study.table("lengths", str(found.length)).get("cache_bytes")
     if declared != found.cache_bytes:
         options += f" --cache-bytes {found.cache_bytes}"
@@ -345,12 +349,12 @@ def _commands(scope: ScopeState) -> tuple[tuple[str, str], ...]:
     prefix = f" --prefix {scope.prefix}" if scope.prefix else ""
     gates = gates_argument()
     commands = [
-        ("the study is the one that was frozen", f"kvqual freeze {study.name or 'STUDY'} --check"),
+        ("the study is the one that was frozen", f"kvqual freeze {name} --check"),
         ("the gates, on the engine", f"pytest {gates} -m {platform} {options}"),
     ]
     if any(it.timing and it.receipt for it in scope.gates):
         commands += [
-            ("the trials of the frozen plan, in order", f"kvqual plan {study.name or 'STUDY'} --trials {found.length}"),
+            ("the trials of the frozen plan, in order", f"kvqual plan {name} --trials {found.length}"),
             ("one of them", f'pytest {gates} -m "{platform} and timing" {options} --block 1'),
             ("the statistics", f'pytest {gates} -m "{platform} and timing" {options}'),
         ]

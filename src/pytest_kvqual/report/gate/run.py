@@ -43,10 +43,14 @@ class PlannedGate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frozen:
-    """The copy of the frozen study in the run directory. ``why`` is one line where it cannot be read or was changed."""
+    """The copy of the frozen study in the run directory. ``why`` is one line where it cannot be read or was changed.
+
+    ``format`` is the model's, empty where the study has one alone.
+    """
 
     lock: str
     name: str
+    format: str
     platform: str
     model: str
     engine: str
@@ -272,7 +276,8 @@ def read_frozen(run_dir: Path, lock: str) -> Frozen:
         return _unknown(lock, f"found no study/{lock[:12]}…/lock.json: gates and thresholds are those of the receipts")
     if sha256_bytes(data) != lock:
         return _unknown(lock, f"study/{lock[:12]}…/lock.json was changed: found sha256 {sha256_bytes(data)}")
-    files = _mapping(_mapping(_json(data)).get("files"))
+    locked = _mapping(_json(data))
+    files = _mapping(locked.get("files"))
     digests = {name: value for name, value in files.items() if isinstance(value, str)}
     text = _bytes(folder / "study.toml")
     if text is None or sha256_bytes(text) != digests.get("study.toml"):
@@ -293,6 +298,7 @@ def read_frozen(run_dir: Path, lock: str) -> Frozen:
     return Frozen(
         lock=lock,
         name=_text(tables.get("name")),
+        format=_text(locked.get("format")),
         platform=_text(tables.get("platform")),
         model=_text(_mapping(tables.get("model")).get("name")),
         engine=f"{_text(engine.get('distribution'))} {_text(engine.get('version'))}".strip(),
@@ -308,8 +314,8 @@ def read_frozen(run_dir: Path, lock: str) -> Frozen:
 
 def _unknown(lock: str, why: str) -> Frozen:
     return Frozen(
-        lock=lock, name="", platform="", model="", engine="", schedule="", roles={}, gates=(), tables={}, folder=None,
-        files={}, why=why,
+        lock=lock, name="", format="", platform="", model="", engine="", schedule="", roles={}, gates=(), tables={},
+        folder=None, files={}, why=why,
     )  # fmt: skip
 
 
