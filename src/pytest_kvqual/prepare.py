@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -246,11 +246,12 @@ def largest_v(study: Study, model: Path, windows: Sequence[Sequence[int]]) -> li
     window once, one after the other.
 
     Raises:
+        RefusedError: An arm is timed on this host, or another run has the device.
         ServerError: It did not start, or did not answer.
         CaptureError: It told of other layers than the model has.
     """
     from pytest_kvqual.attempt import python_of
-    from pytest_kvqual.server import rpc
+    from pytest_kvqual.server import devices, rpc
     from pytest_kvqual.server.command import serve_command, worker_config
     from pytest_kvqual.server.process import Server, Timeouts, free_port
 
@@ -262,7 +263,8 @@ def largest_v(study: Study, model: Path, windows: Sequence[Sequence[int]]) -> li
     eager = replace(arm, flags=(*arm.flags, "--enforce-eager"))
     selection = Selection(study=study, arm=eager, length=length, cache_bytes=length.cache_bytes)
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="kvqual-calibrate-") as scratch:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvqual-calibrate-"))
         command = serve_command(
             selection,
             model=model,
@@ -270,6 +272,9 @@ def largest_v(study: Study, model: Path, windows: Sequence[Sequence[int]]) -> li
             worker_config=worker_config(selection, model=model, after_init=(WATCH,)),
             python=python_of(arm),
             inherited=os.environ,
+        )
+        stack.enter_context(
+            devices.beside_others(command.env, platform=study.platform, each=engine.tensor_parallel_size)
         )
         server = Server.start(
             command, port=port, log=Path(scratch, "server.log"), timeouts=Timeouts(boot_s=engine.boot_timeout_s)

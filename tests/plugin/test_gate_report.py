@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+# Before pytester remembers what is imported: what it forgets after a test is imported anew, which numpy warns of.
+import numpy  # noqa: F401
 import pytest
 from audited_run import write_run
 
@@ -81,6 +83,14 @@ def test_a_place_that_cannot_be_written_is_one_line(
     (tmp_path / "file").write_text("")
     assert main(["report", str(run_dir), "--html", str(tmp_path / "file" / "report.html")]) == 2
     assert "cannot write the report" in capsys.readouterr().err
+
+
+def test_two_files_need_two_paths(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One path for the page and the JUnit file would leave the second alone: it is refused, and nothing is written."""
+    path = tmp_path / "report"
+    assert main(["report", str(run_dir), "--html", str(path), "--junit", f"{tmp_path}/./report"]) == 2
+    assert "for the page and for the JUnit file, expected a path for each" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_the_help_names_the_option(gates: Runner) -> None:

@@ -14,7 +14,7 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -204,6 +204,26 @@ def hold(name: str, taken: str, *, shared: bool = False) -> Iterator[None]:
         _held.discard(descriptor)
         # Closed, not unlocked: a process that inherited it, and still runs, goes on holding it.
         os.close(descriptor)
+
+
+@contextmanager
+def beside_others(environ: Mapping[str, str], *, platform: Literal["cpu", "gpu"], each: int) -> Iterator[None]:
+    """Inside the block the host is used with others, and the devices of a server in this environment by nobody else.
+
+    Args:
+        environ: The server's environment.
+        platform: Of the study.
+        each: How many devices the server takes, at least 1.
+
+    Raises:
+        RefusedError: An arm is timed on this host, or another run has one of the devices.
+    """
+    host = devices_of_host() if platform == "gpu" else ()
+    with ExitStack() as locks:
+        locks.enter_context(hold("host", "found a run on this host that times an arm, expected none", shared=True))
+        for name in dict.fromkeys(in_use(environ, platform=platform, each=each, host=host)):
+            locks.enter_context(hold(name, f"{name}: found another run that uses this device, expected none"))
+        yield
 
 
 def _folder() -> Path:

@@ -20,6 +20,7 @@ from pytest_kvqual import prepare as module
 from pytest_kvqual._canonical import sha256_file
 from pytest_kvqual.errors import CaptureError, ModelError, RefusedError, StudyError
 from pytest_kvqual.prepare import largest_of, model_files, prepare, read_bible, read_topics
+from pytest_kvqual.server import devices
 from pytest_kvqual.study import build as building
 from pytest_kvqual.study.load import load_study, require_prepared
 from pytest_kvqual.study.panels import check_panels
@@ -282,6 +283,16 @@ def test_scales_come_from_what_the_control_told(world: SimpleNamespace, monkeypa
 def rank(*largest: object) -> list[dict[str, object]]:
     """What one rank tells."""
     return [{"layer": f"layers.{index}", "largest": value} for index, value in enumerate(largest)]
+
+
+def test_nothing_is_calibrated_while_an_arm_is_timed(
+    tiny_study: TinyStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control that scales are made in would take the CPU of what is timed: it does not boot beside it."""
+    monkeypatch.setenv(devices.LOCKS, str(tmp_path / "locks"))
+    study = load_study(str(tiny_study.folder))
+    with devices.hold("host", "taken"), pytest.raises(RefusedError, match="found a run on this host that times an arm"):
+        module.largest_v(study, tmp_path, [[1, 2, 3]])
 
 
 def test_ranks_are_joined_by_their_largest() -> None:

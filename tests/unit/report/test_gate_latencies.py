@@ -123,6 +123,15 @@ def test_no_whole_recording_is_none(data: bytes) -> None:
     assert read_load(data, NAME) is None
 
 
+@pytest.mark.parametrize("events", [None, "x", [[1]], [["x", "y"]], {}])
+def test_events_of_another_form_are_no_whole_recording(events: object) -> None:
+    """A line that the metrics refuse leaves its recording out, and does not end the page."""
+    lines = whole([request("open-0000", intended=MS)])
+    lines[1]["events"] = events
+    data = b"".join(json.dumps(line, sort_keys=True, separators=(",", ":")).encode() + b"\n" for line in lines)
+    assert read_load(data, NAME) is None
+
+
 def test_rank_is_the_nearest() -> None:
     """Quantiles are values of the sample, by nearest rank, and of nothing there is none."""
     assert [rank([3, 1, 2, 4], it) for it in (0.5, 0.99, 1.0)] == [2, 4, 4]

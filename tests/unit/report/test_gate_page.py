@@ -682,3 +682,29 @@ def test_what_is_too_large_to_hold_is_digested_and_not_shown(
     assert "it has more than 1,000 bytes: the answers of" in page.one("main").text
     assert page.all("blockquote") == []
     assert "are here with the digests that they name" in page.one("header").text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("run_on", [{}]), ("run_on", "x"), ("stop", [None]), ("reasoning", ["a", "b", "c"]), ("max_tokens", "x")],
+)
+def test_rules_of_another_form_leave_the_answers_there(failing_run: FullRun, key: str, value: object) -> None:
+    """A frozen study whose rules cannot be used shows both answers, without what a parser would make of them."""
+    run = read_run(failing_run.run_dir)
+    tables = {**run.scopes[0].study.tables}
+    tables["gsm8k"] = {**cast(dict[str, Any], tables["gsm8k"]), key: value}
+    run = replace(run, scopes=tuple(replace(it, study=replace(it.study, tables=tables)) for it in run.scopes))
+    text = render(run)
+    assert Page(text).all("blockquote")
+    assert "read as <code>" in rendered(failing_run.run_dir)
+    assert "read as <code>" not in text
+
+
+@pytest.mark.parametrize("damage", [{"expected": 42}, {"grade": None}, {"id": ["x"]}])
+def test_a_panel_of_another_form_is_said(failing_run: FullRun, damage: dict[str, object]) -> None:
+    """A panel whose expected answers are no texts has none to show."""
+    run = read_run(failing_run.run_dir)
+    item = {"id": "gsm8k-0000", "prompt": [1], "max_tokens": 3, "expected": "1", "grade": "2 steps", **damage}
+    with mock.patch.object(evidence.Evidence, "data", return_value=json.dumps({"items": [item]}).encode()):
+        text = Page(render(run)).one("main").text
+    assert "cannot be read: expected answers and grades are not shown" in text

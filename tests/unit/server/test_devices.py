@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from pytest_kvqual.errors import RefusedError
 from pytest_kvqual.server import devices
+from pytest_kvqual.server.command import Command
 from pytest_kvqual.server.devices import CPUS, VISIBLE, Device, assign, hold, in_use, lock_name, visible
+from pytest_kvqual.server.process import ProcessTree
 
 HOST = tuple(Device(index=index, uuid=f"GPU-{index}f3a-{index}0", name="H200") for index in range(4))
 MIG = "MIG-GPU-0f3a-00/3/0"
@@ -193,6 +195,20 @@ def test_a_lock_outlives_a_killed_holder_until_its_server_is_gone(folder: Path) 
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
+
+
+def test_a_server_holds_the_locks_of_its_run(folder: Path, tmp_path: Path) -> None:
+    """What a run leaves behind when it ends keeps the device: the lock is the server's too, until its last process."""
+    argv = (sys.executable, "-c", "import time; time.sleep(60)")
+    with hold("gpu-0", "taken"):
+        tree = ProcessTree(Command(argv=argv, env={}), log=tmp_path / "server.log", stop_s=5.0)
+    try:
+        with pytest.raises(RefusedError, match="taken"), hold("gpu-0", "taken"):
+            pass
+    finally:
+        tree.stop()
+    with hold("gpu-0", "taken"):
+        pass
 
 
 def test_runs_share_a_host_but_with_one_that_times(folder: Path) -> None:

@@ -294,12 +294,12 @@ def _items(run: RunState, scope: ScopeState, gate: GateState) -> tuple[dict[str,
     try:
         items = {
             item["id"]: PanelItem(
-                id=item["id"], prompt=tuple(item["prompt"]), targets=(), max_tokens=item["max_tokens"],
-                expected=item.get("expected", ""), grade=item.get("grade", ""),
+                id=_str(item["id"]), prompt=tuple(item["prompt"]), targets=(), max_tokens=item["max_tokens"],
+                expected=_str(item.get("expected", "")), grade=_str(item.get("grade", "")),
             )
             for item in json.loads(data)["items"]
         }  # fmt: skip
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}, f"{what} cannot be read: expected answers and grades are not shown"
     return items, ""
 
@@ -310,8 +310,34 @@ def _rules(scope: ScopeState, task: str) -> PreservationRules | None:
     try:
         values = {name: table[name] for name in names}
         for name in ("stop", "run_on"):
-            values[name] = tuple(values[name])  # type: ignore[arg-type]  # a list of strings, or the call below fails
-        values["reasoning"] = tuple(values["reasoning"]) or None  # type: ignore[arg-type]  # the same
+            values[name] = _strings(table[name])
+        if len(markers := _strings(table["reasoning"])) not in (0, 2):
+            return None
+        values["reasoning"] = markers or None
+        if not isinstance(values["max_tokens"], int):
+            return None
         return PreservationRules(**values)  # type: ignore[arg-type]  # what they are is used in a view alone
     except (KeyError, TypeError):
         return None
+
+
+def _str(value: object) -> str:
+    """A text of a file.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"found {type(value).__name__}, expected a text")
+    return value
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    """A list of texts of a file.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, list):
+        raise TypeError(f"found {type(value).__name__}, expected a list of texts")
+    return tuple(map(_str, value))

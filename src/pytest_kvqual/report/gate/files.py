@@ -35,8 +35,11 @@ def write_report(run_dir: Path, *, html: Path | None, junit: Path | None, prefix
 
     Raises:
         ReceiptError: There is no receipt, they cannot be read, or a file cannot be written.
+        StudyError: Both are one path.
         KvqualError: jinja2 is not installed.
     """
+    if html is not None and junit is not None and html.resolve() == junit.resolve():
+        raise StudyError(f"found {html} for the page and for the JUnit file, expected a path for each")
     run = read_run(run_dir, prefix=prefix)
     written = []
     if html is not None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pytest_kvqual.errors import KvqualError
 from pytest_kvqual.metrics.requests import figures
 from pytest_kvqual.report.gate.run import GateState, RunState, ScopeState
 
@@ -119,7 +120,7 @@ def read_load(data: bytes, name: str, prefix: str = "") -> Load | None:
             tpot=tuple(it.tpot for it in times if it.tpot is not None),
             lateness=tuple(it.lateness for it in times if it.lateness is not None),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, KvqualError):
         return None
 
 
