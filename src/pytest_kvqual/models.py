@@ -78,7 +78,8 @@ def verify_model(folder: Path, files: Mapping[str, str]) -> None:
         found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
         if not folder.is_dir():
             raise ModelError(
-                f"no model folder at {folder}", advice="run `kvqual model`, or name the folder in KVQUAL_MODEL_DIR"
+                f"no model folder at {folder}",
+                advice="name it in KVQUAL_MODEL_DIR; `kvqual model` builds that of the embedded study",
             )
         for name in sorted(found.symmetric_difference(files)):
             state = "found an undeclared file" if name in found else "found no file"

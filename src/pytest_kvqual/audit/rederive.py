@@ -57,7 +57,8 @@ class GateResult:
         """One line: outcome, how it was held against the records, figure."""
         if not self.stored:
             return f"{self.gate}: no receipt"
-        derived = f"; derived {self.derived}: {self.derived_figure}" if self.derived not in ("", self.stored) else ""
+        same = not self.derived or (self.derived, self.derived_figure) == (self.stored, self.figure)
+        derived = "" if same else f"; derived {self.derived}: {self.derived_figure}"
         return f"{self.gate}: {self.stored} ({self.how}): {self.figure}{derived}"
 
 

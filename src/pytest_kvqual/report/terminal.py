@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_kvqual.judge.verdict import Outcome
+from pytest_kvqual.judge.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
     from pytest_kvqual.hooks import Decision
@@ -105,9 +105,16 @@ def _cells(row: Row) -> tuple[str, ...]:
         return (row.gate, "-", _cut(_one_line(row.note), FIGURE_SHOWN), "-", "-", "-")
     verdict = row.decision.verdict
     figure = _cut(_one_line(verdict.figure), FIGURE_SHOWN) + (f" ({row.note})" if row.note else "")
-    null = "-" if verdict.null is None else "passed" if verdict.null.passed else "FAILED"
+    null = "-" if verdict.null is None else "FAILED" if not verdict.null.passed else null_word(verdict)
     faults = f"{verdict.faults_caught}/{verdict.faults_seeded}" if verdict.poison else "-"
     return (row.gate, verdict.outcome.value, figure, null, faults, row.receipt)
+
+
+def null_word(verdict: Verdict) -> str:
+    """What to call a null that passed: ``passed``, or ``passed, waived`` where findings of it did not count."""
+    counts = verdict.details.get("null_waived")
+    waived = isinstance(counts, Mapping) and any(isinstance(count, int) and count > 0 for count in counts.values())
+    return "passed, waived" if waived else "passed"
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -188,9 +188,11 @@ def require_prepared(study: Study) -> None:
     names = ", ".join(path.relative_to(study.directory).as_posix() for path in study.missing)
     first = f"`kvqual copy {study.directory.name} FOLDER`, then " if is_shipped(study) else ""
     mine = _of_format(study, "FOLDER") if first else argument(study)
+    scales = {arm.scales for arm in study.arms.values()}
+    more = " --calibrate" if all(path in scales for path in study.missing) else ""
     raise StudyError(
         f"study {study.name} is not prepared: found no {names}, expected {'it' if len(study.missing) == 1 else 'them'}",
-        advice=f"run {first}`kvqual prepare {mine} --model DIR` with the folder of "
+        advice=f"run {first}`kvqual prepare {mine} --model DIR{more}` with the folder of "
         + (f"{study.model.repository} at {study.model.revision}" if study.model.repository else study.model.name),
     )
 

@@ -24,6 +24,7 @@ from pytest_kvqual.report.gate.figures import figures
 from pytest_kvqual.report.gate.plots import Figure
 from pytest_kvqual.report.gate.run import GateState, RunState, ScopeState, passes
 from pytest_kvqual.report.gate.words import bytes_of, count, number, one_line, visible
+from pytest_kvqual.report.terminal import null_word
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -146,9 +147,9 @@ def render(run: RunState) -> str:
         audit_tone=""
         if run.audit is None
         else "pass"
-        if run.audit.result == "PASSED" and not run.audit.other
+        if run.audit.result == "PASSED" and not run.audit.other and not problems
         else "unsure"
-        if run.audit.why or run.audit.other
+        if run.audit.why or run.audit.other or run.audit.result == "PASSED"
         else "fail",
         shown=answers.SHOWN,
     )
@@ -392,7 +393,7 @@ def _gate_part(run: RunState, scope: ScopeState, gate: GateState, key: str) -> G
         figure=_figure(gate),
         limit=_limit(scope, gate),
         establishes=ESTABLISHES.get(gate.name, ""),
-        null="–" if null is None else "passed" if null.passed else "failed",
+        null="–" if null is None or verdict is None else null_word(verdict) if null.passed else "failed",
         null_tone="none" if null is None else "pass" if null.passed else "fail",
         faults=f"{verdict.faults_caught} of {verdict.faults_seeded}" if verdict is not None and seeded else "–",
         faults_tone="none"
