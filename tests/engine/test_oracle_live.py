@@ -135,14 +135,10 @@ def test_healthy_passes(
         assert "bytes of the output changed with cells that nobody wrote" in lines[1]
 
 
-def test_the_stock_8_bit_cache_is_not_what_is_defined(tmp_path: Path) -> None:
-    """By definition some cells are wrong and maps and slots are not; without a declaration nothing is said of cells."""
+def test_of_an_undeclared_format_nothing_is_said_of_cells(tmp_path: Path) -> None:
+    """A stock 8-bit cache without a declaration: maps and slots are compared, and no cell is called right or wrong."""
     selection = select(load_study("smollm2-cpu-fp8"), arm="fp8-e4m3", length=1024, cache_bytes=None)
     panel = pass_panels(selection)["pressure"]
-    with serving(selection, tmp_path / "server.log") as server:
-        record = oracle(server, selection, panel)
-    assert set(record["routing"]["kinds"]) == {"wrong-cell", "wrong-history"}
-    assert record["stale-maps"]["kinds"] == {}
     open_arm = replace(selection, arm=replace(selection.arm, kv_format="a-stock-format"))
     with serving(open_arm, tmp_path / "open.log") as server:
         identity: Any = rpc.call(server.base_url, "kvqual_identity", {"parts": ["layers"]}, timeout_s=60)[0]

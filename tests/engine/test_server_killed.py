@@ -33,6 +33,8 @@ def run(study: Path, run_dir: Path, on_line: Callable[[str, psutil.Process], Non
         str(study),
         "--run-dir",
         str(run_dir),
+        "--progress",
+        "always",
         "-p",
         "no:cacheprovider",
         "-p",
