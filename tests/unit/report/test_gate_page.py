@@ -546,6 +546,24 @@ def test_an_audit_is_shown_while_it_is_of_these_receipts(failing_run: FullRun, t
     assert "audit again" in Page(rendered(run_dir)).one("main").text
 
 
+def test_an_audit_is_not_green_over_evidence_that_changed(failing_run: FullRun, tmp_path: Path) -> None:
+    """An audit that passed is no tick beside a file that is not as the receipts say: the page says to audit again."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(failing_run.run_dir, run_dir)
+    audit([str(run_dir), "--output", str(run_dir / "audit.json")])
+    statement = run_dir / "audit.json"
+    statement.write_text(statement.read_text().replace('"FAILED"', '"PASSED"'))
+
+    def badges() -> list[str]:
+        page = Page(rendered(run_dir))
+        return [it.attributes["class"] or "" for it in page.elements if "AUDIT PASSED" in it.text and it.tag == "span"]
+
+    assert badges() == ["badge pass"]
+    (run_dir / "evidence" / f"{failing_run.stem}/attempt-1/nll.jsonl").unlink()
+    assert badges() == ["badge unsure"]
+    assert "But not everything is as it read it: audit again." in Page(rendered(run_dir)).one("main").text
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b'{"predicate":{"pytest_kvqual_audit":{}}}'])
 def test_an_audit_that_cannot_be_read(data: bytes, tmp_path: Path, passing_run: FullRun) -> None:
     """A file that is no statement of an audit is no audit, and the page says so."""

@@ -132,8 +132,17 @@ def test_an_unprepared_study_loads_and_runs_nothing(tiny_study: TinyStudy, name:
         line = caught.value.line()
         assert "\n" not in line
         assert f"found no model-{name}.json, scales/{name}-v.json, panels/nll-16.json, expected them" in line
-        assert f"kvqual prepare {folder} --format {name} --model DIR" in line
+        assert f"kvqual prepare {folder} --format {name} --model DIR`" in line
         assert f"at {REVISIONS[name]}" in line
+
+
+def test_missing_scales_are_made_by_calibrating(tiny_study: TinyStudy) -> None:
+    """Where the scales alone are missing, the command that is named is the one that makes them."""
+    folder = with_formats(tiny_study)
+    (folder / "scales/awq-v.json").unlink()
+    with pytest.raises(StudyError, match="is not prepared") as caught:
+        require_prepared(load_study(str(folder), "awq"))
+    assert f"kvqual prepare {folder} --format awq --model DIR --calibrate`" in caught.value.line()
 
 
 def test_a_study_whose_files_are_committed_misses_none(tiny_study: TinyStudy) -> None:
