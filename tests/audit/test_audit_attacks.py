@@ -121,6 +121,23 @@ def test_a_candidate_gets_no_waiver(attack: Attacker) -> None:
     assert checks(audited(attack)) == {4, 12}
 
 
+def test_what_is_waived_of_a_control_is_counted(attack: Attacker) -> None:
+    """A waiver of a control that is frozen with the study is no objection, and the audit says how much it waives."""
+    waiver = f'[[waivers]]\narm = "{CONTROLS[0]}"\ngate = "routing"\nfinding = "x"\nreproducer = "x"\nreason = "x"\n\n'
+    attack.text(attack.study / "study.toml", "[gates.identity]", f"{waiver}[gates.identity]")
+    attack.document(
+        attack.attempt(CONTROLS[0]) / "oracle.json",
+        every_rank(lambda rank: rank["routing"].update(findings_total=4, kinds={"x": 4})),
+    )
+    attack.predicate("routing", lambda predicate: predicate["details"].update(null_waived={"x": 12}))
+    attack.seal()
+    notes = [
+        note for note in audited(attack).report.notes if "of kind x of the control are waived by the study" in note
+    ]
+    assert len(notes) == 1
+    assert "04-routing-1.json: " in notes[0]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
