@@ -52,11 +52,6 @@ def numbers(found: list[Finding]) -> list[int]:
     return sorted({finding.check for finding in found})
 
 
-def test_another_length_is_one_finding(whole: FullRun) -> None:
-    """What is asked of a length that the receipts are not of is refused once, and nothing follows from it."""
-    assert [finding.check for finding in audit(Options(run_dir=whole.run_dir, length=8192)).report.findings] == [5]
-
-
 def test_a_run_in_order_is_accepted(whole: FullRun, failing: FullRun) -> None:
     """The runs that the battery damages have no finding, and what the audit derives is what the receipts say."""
     for run in (whole, failing):

@@ -95,6 +95,12 @@ def test_a_campaign_in_order_is_accepted(timed: TimedRun) -> None:
     )
 
 
+def test_another_length_is_one_finding(timed: TimedRun) -> None:
+    """A campaign that was timed at another length is refused once: no receipt of it is called unfounded for that."""
+    found = audit(Options(run_dir=timed.run_dir, length=8192)).report.findings
+    assert [finding.check for finding in found] == [5]
+
+
 def _lost(arm: str, block: int, made: Made) -> None:
     """A request of the candidate's third trial was dropped."""
     if (arm, block) == ("candidate", 3):
